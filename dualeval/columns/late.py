@@ -22,7 +22,7 @@ class LateColumns:
     # What batches have in common whose columns can be made at once.
     kind: object
 
-    def of(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    def of(self, tensors: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """As these, of other tensors, as the same ones on the host."""
         raise NotImplementedError
 

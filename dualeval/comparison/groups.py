@@ -95,7 +95,7 @@ def groups_of_pairs(
     grouping = groups_of(by, keys, bins)
     ends = np.cumsum([len(pairs), pairs.failed_b])
     groups = []
-    for value, label, members in zip(grouping.values, grouping.labels, grouping.members(), strict=True):
+    for value, label, members in zip(grouping.values, grouping.names, grouping.members(), strict=True):
         of_pairs, in_b, in_a = np.split(members, np.searchsorted(members, ends))
         failed = {"in_a": len(in_a), "in_b": len(in_b)}
         groups.append(_group(pairs, value, label, of_pairs, failed, clusters, chosen))

@@ -42,15 +42,15 @@ def check(task: Task, run: Run) -> None:
 
 def check_methods(task: Task) -> None:
     """Check that the methods of a user's task take what they are called with."""
-    for name, given in _CALLED_WITH.items():
+    for name, arguments in _CALLED_WITH.items():
         # Not the wrapped function's signature: its wrapper may take other arguments.
         signature = inspect.signature(getattr(task, name), follow_wrapped=False)
         try:
-            signature.bind(*given)
+            signature.bind(*arguments)
         except TypeError as error:
             raise UsageError(
                 f"{type(task).__name__}.{name}({', '.join(signature.parameters)}) does not accept its "
-                f"arguments: {error}. Write def {name}(self, {', '.join(given)})."
+                f"arguments: {error}. Write def {name}(self, {', '.join(arguments)})."
             ) from error
 
 
@@ -58,9 +58,9 @@ def check_methods(task: Task) -> None:
 def samples_of(task: Task, run: Run) -> Dataset:
     """The task's samples, or those that the options select; decides how many processes read them."""
     step = partial(run.control.progress.step, Stage.SETUP)
-    dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
+    dataset = drawn(as_dataset(task.dataset()), run.options, lambda text: run.note_all([text]), step)
     if run.options.workers is None:
-        workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))
+        workers = automatic_workers(task, dataset, run.cores, lambda text: run.note_all([text]))
         shown = {"workers": workers} if "workers" in run.job else {}
         run.decide(shown, workers=workers)
     run.workers = checked_workers(run.options)
@@ -68,7 +68,7 @@ def samples_of(task: Task, run: Run) -> Dataset:
 
 
 def automatic_workers(
-    task: Task, dataset: Dataset, cores: int, note: Callable[[str], object] = lambda said: None
+    task: Task, dataset: Dataset, cores: int, note: Callable[[str], object] = lambda text: None
 ) -> int:
     """The default number of processes that read for a rank: 0 if reading costs nothing."""
     wanted = task.wants_workers

@@ -22,8 +22,8 @@ from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.layout import what_they_said
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
+from dualeval.engine.folder.row_windows import PLAIN, RowsOfChunks, read_columns
 from dualeval.engine.folder.stored_rows import MemoryWriter, NewRows, collect_rows
-from dualeval.engine.folder.windows import PLAIN, RowsOfChunks, read_columns
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
@@ -68,12 +68,12 @@ def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: S
     reports = run.backend.gather_json({"warnings": list(warnings), "unlike": loop.unlike})
     if reports is not None:
         sentences = (sentence for report in reports for sentence in report["warnings"])
-        said = {
+        content = {
             "warnings": [*dict.fromkeys([*opened.previous.notes, *sentences])],
             # Of the ranks that have computed samples twice.
             "unlike": [report["unlike"] for report in reports if report["unlike"] is not None],
         }
-        run.note(folder.finish_share(evaluation.plan, run.share, opened.previous, said))
+        run.note(folder.finish_share(evaluation.plan, run.share, opened.previous, content))
     run.control.meet(stoppable=False)
     let_go(evaluation, opened)
 
@@ -122,11 +122,11 @@ class _Ended:
                 "files": len(self._writer.written),
                 "in_memory": isinstance(self._writer, MemoryWriter),
                 "chunks": recorder.chunks_saved,
-                "warnings": [*warnings, *(sentence for said in shares for sentence in said["warnings"])],
+                "warnings": [*warnings, *(sentence for share in shares for sentence in share["warnings"])],
                 "notes": list(self._loop.notes),
                 "unlike": [
                     *([] if self._loop.unlike is None else [self._loop.unlike]),
-                    *(found for said in shares for found in said["unlike"]),
+                    *(unlike for share in shares for unlike in share["unlike"]),
                 ],
             }
         )
@@ -173,8 +173,8 @@ class _Ended:
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""
-        parts = [report["files"] if report["in_memory"] else 0 for report in reports]
-        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(parts), self._step)]
+        held = [report["files"] if report["in_memory"] else 0 for report in reports]
+        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(held), self._step)]
         if self._folder is not None and self._is_main:
             files = [0 if report["in_memory"] else report["files"] for report in reports]
             rows += self._folder.merged_files(self._previous, files, self._step)
@@ -186,9 +186,9 @@ class _Ended:
         earlier = [index for file in self._previous.chunks.files for index, _ in file.failures]
         failed = torch.tensor([*self._recorder.failed, *earlier], dtype=torch.int64)
         indices = self._run.backend.all_gather(failed)
-        own = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
+        held = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
         known = [file.failures for file in rows if isinstance(file, JournalFile)]
-        errors = dict(chain(*(self._run.backend.gather_json(own) or []), *known))
+        errors = dict(chain(*(self._run.backend.gather_json(held) or []), *known))
         return {index: errors.get(index, "") for index in torch.cat(indices).sort().values.tolist()}
 
     def _without_numbers(
@@ -206,7 +206,7 @@ class _Ended:
         findings = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
         remaining = self._previous.chunks.remaining
-        looked = [found for report in reports for found in report["unlike"]]
+        looked = [unlike for report in reports for unlike in report["unlike"]]
         return Result(
             metrics={},
             intervals={},
@@ -268,8 +268,8 @@ class _Ended:
         read = partial(self._columns, rows)
         names = sorted({name for metric in row_metrics for name in metric.columns})
         columns = read(names) if names else {}
-        measured = measure(self._ledger.parts(), row_metrics, columns)
-        fields, said = clustered_fields(measured, cluster, self._evaluation.kept, read)
+        measured = measure(self._ledger.slots(), row_metrics, columns)
+        fields, of_clusters = clustered_fields(measured, cluster, self._evaluation.kept, read)
         machines = chunks_by_machine(
             [
                 *((file.machine, len(file.chunks)) for file in self._previous.chunks.files),
@@ -284,9 +284,9 @@ class _Ended:
             machines=[dict(kind) for kind in machines],
             homogeneous=len(machines) == 1,
         )
-        own = [sentence for part in measured for sentence in part.warnings]
-        own += self._mistakes(rows, result.clusters.get("count", result.samples["evaluated"]))
-        result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
+        of_metrics = [sentence for part in measured for sentence in part.warnings]
+        of_metrics += self._mistakes(rows, result.clusters.get("count", result.samples["evaluated"]))
+        result = replace(result, warnings=[*result.warnings, *_warnings(result, [*of_metrics, *of_clusters])])
         new = NewRows(
             path=Path(result.folder or "the run"),
             names=tuple(self._evaluation.kept),
@@ -300,8 +300,8 @@ class _Ended:
 
     def _mistakes(self, rows: Sequence[RowsOfChunks], samples: int) -> list[str]:
         """Warnings of common mistakes that counts or rows show, given the number of independent samples."""
-        if (said := mistakes.of_counts(self._ledger.parts(), samples)) is not None:
-            return said
+        if (warnings := mistakes.of_counts(self._ledger.slots(), samples)) is not None:
+            return warnings
         known = {name: column for file in rows for name, column in file.columns.items()}
         scalar = [name for name, column in known.items() if column.form == PLAIN and not column.row_shape]
         names = mistakes.pair_among(scalar)
@@ -386,10 +386,10 @@ def describe(
     task: Task, part: Mapping[str, Any], plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
 ) -> dict[str, str]:
     """Complete a task's description with what the engine knows."""
-    own = task.description()
-    first = {} if "model" in own else {"task": task.name}
+    of_task = task.description()
+    first = {} if "model" in of_task else {"task": task.name}
     # In this order, whatever order the task uses.
-    lines = {**first, "model": "", "weights": "", "data": "", **own}
+    lines = {**first, "model": "", "weights": "", "data": "", **of_task}
     weights, data = job["weights"], f"fingerprint {job['data'][:_SHOWN_DIGITS]}"
     if job["contents"] is not None:
         data += f", contents {job['contents'][:_SHOWN_DIGITS]}"

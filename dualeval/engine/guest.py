@@ -75,16 +75,16 @@ class CallersModels(Snapshot):
         control.meet()
         everyone = backend.all_gather_json([sha256_of_json(kinds), digest])
         # Models of different structure are refused later, with what differs.
-        if any(own[0] != everyone[0][0] for own in everyone) or all(own == everyone[0] for own in everyone):
+        if any(one[0] != everyone[0][0] for one in everyone) or all(one == everyone[0] for one in everyone):
             return []
         rank_0s = {}
         for buffer in buffers.values():
             values = backend.broadcast(buffer.detach().cpu().contiguous(), src=0)
             rank_0s[id(buffer)] = torch.empty_like(buffer.detach()).copy_(values)
         for module in model.modules():
-            for name, own in list(module._buffers.items()):
-                if own is not None:
-                    module._buffers[name] = rank_0s[id(own)]
+            for name, held in list(module._buffers.items()):
+                if held is not None:
+                    module._buffers[name] = rank_0s[id(held)]
         return [
             "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
             "are evaluated, and every rank gets its own back afterwards"
@@ -135,14 +135,14 @@ def _models_of(task: Task) -> list[nn.Module]:
         *(value for kind in type(task).__mro__ for value in vars(kind).values()),
         *named_by(inspect.unwrap(task.build_model)),
     ]
-    found: dict[int, nn.Module] = {}
+    models: dict[int, nn.Module] = {}
     for _ in range(_LEVELS):
         # By type: a proxy answers isinstance for the object that it stands for.
-        found |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
+        models |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
         level = [
             value
             for part in level
             if not issubclass(type(part), nn.Module)
             for value in held_by(part, _LOOKED_AT_EACH)
         ]
-    return list(found.values())
+    return list(models.values())

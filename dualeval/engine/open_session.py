@@ -141,7 +141,7 @@ class OpenSession:
             Stopped: a signal, or ``stop``, has ended the run.
         """
         self._check_usable()
-        self._conclusion.progress = progress
+        self._conclusion.done = progress
         self._watch.more_follows = not last
         self._watch.begin()
         self.control.progress.step(Stage.SETUP)
@@ -221,17 +221,17 @@ class OpenSession:
             Stopped: a signal, or ``stop``, has ended the session.
         """
         self._check_usable()
-        self._conclusion.progress = progress
+        self._conclusion.done = progress
         self._idle()
         if self.world.is_main:
             # It meets the others as soon as there is something: nobody is late.
             self.control.progress.step(Stage.MEET)
-        found: _T | None = None
-        while self.world.is_main and (found := look()) is None:
+        value: _T | None = None
+        while self.world.is_main and (value := look()) is None:
             self.control.check()
             sleep(_LOOK_EVERY_S)
         self.control.meet()
-        shared: _T = self.backend.broadcast_json(found, src=0)
+        shared: _T = self.backend.broadcast_json(value, src=0)
         return shared
 
     def _idle(self) -> None:
@@ -278,8 +278,8 @@ class OpenSession:
             return failure if failure is not None else Stopped(self.control.stopping or "stop()")
         if of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
             # The session handles signals, so the task's own code has raised this.
-            said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
-            return DualevalError(f"the task's code raised {said} during the run")
+            raised = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
+            return DualevalError(f"the task's code raised {raised} during the run")
         return error
 
     def conclude(self, error: BaseException) -> int:

@@ -114,10 +114,10 @@ class OwnLoop:
         """Take the columns of the current batch, as passed to ``Session.add``."""
         if self._in_hand is None:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
-        given, samples = self._in_hand
+        current, samples = self._in_hand
         if self._added is not None:
             raise UsageError(f"the batch of {named(samples)} was added before: add each batch once")
-        if not any(batch is part for part in _parts(given)):
+        if not any(batch is part for part in _parts(current)):
             raise UsageError(
                 f"add was given a {type(batch).__name__} that is not the current batch, of "
                 f"{named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
@@ -169,8 +169,8 @@ class OwnLoop:
             again = {}
             for samples in [batch.samples for batch in stored]:
                 columns, failed = yield from self._compute_alone(evaluation, samples)
-                found = evaluation.with_data(columns, samples) if columns else columns
-                again[samples] = {name: to_rows(column) for name, column in found.items()}, failed
+                all_columns = evaluation.with_data(columns, samples) if columns else columns
+                again[samples] = {name: to_rows(column) for name, column in all_columns.items()}, failed
             proven = prove(evaluation, opened, stored, again.__getitem__)
             self._result = proven.earlier
             if self._result is not None:
@@ -191,43 +191,43 @@ class OwnLoop:
         self._samples_of_rank = self._plan.samples_in(mine)
         compute_s = 0.0
         with loop.running():
-            for work, data in loop.read():
+            for handed, data in loop.read():
                 columns: Columns | None = None
-                if self._first is not None and self._first[0] == work.batch and data is not None:
+                if self._first is not None and self._first[0] == handed.batch and data is not None:
                     columns, self._first = self._first[1], None
                 elif data is not None:
                     start = perf_counter()
                     try:
-                        columns = yield from self._hand_out(data, work.samples)
+                        columns = yield from self._hand_out(data, handed.samples)
                     except GeneratorExit:
                         # A batch that was added before the caller left the loop is finished.
                         if (columns := self._take_added()) is not None:
-                            loop.count(work, columns)
-                            self._done += len(work.samples)
+                            loop.count(handed, columns)
+                            self._done += len(handed.samples)
                         raise
                     compute_s += perf_counter() - start
-                loop.count(work, columns)
-                self._done += len(work.samples)
+                loop.count(handed, columns)
+                self._done += len(handed.samples)
         loop.times[TimedStage.COMPUTE] = compute_s
 
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""
         run, world, task = self._run, self._run.backend.world, self._task
         reading = Evaluation(task=task, dataset=task.dataset(), model=task.model, plan=self._plan, run=run)
-        own: Columns = {}
+        columns: Columns = {}
         for chunk in self._plan.static_chunks(world.rank, world.size):
             batch = self._plan.chunk_batches(chunk)[0]
-            own, failed = yield from self._compute_alone(reading, self._plan.batch_samples(batch))
-            if own:
+            columns, failed = yield from self._compute_alone(reading, self._plan.batch_samples(batch))
+            if columns:
                 # After a failed sample the batch is not reused: the loop may be able to read it.
-                self._first = None if failed else (batch, own)
+                self._first = None if failed else (batch, columns)
                 break
-        kinds = {name: _kind_for_all(column) for name, column in own.items()}
+        kinds = {name: _kind_for_all(column) for name, column in columns.items()}
         run.control.meet()
         everyone = run.backend.all_gather_json(kinds)
         task.learn(everyone)
         if self._first is not None:
-            self._first = self._first[0], {name: own[name] for name in self._task.kinds}
+            self._first = self._first[0], {name: columns[name] for name in self._task.kinds}
 
     def _compute_alone(
         self, evaluation: Evaluation, samples: range
@@ -298,17 +298,17 @@ class LoopTask(Task):
         for rank, others in known:
             if others != first:
                 raise UsageError(
-                    f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
-                    f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
+                    f"rank {rank} has added other columns than rank {first_rank} ({_kinds_listed(others)}; "
+                    f"{_kinds_listed(first)}): add the same columns, of the same dtype, on every rank"
                 )
         self.kinds = first
         self._make_metrics()
 
     def _make_metrics(self) -> None:
         """Make the metrics of the columns that are known now."""
-        given = self._given
-        if given is not None:
-            self._metrics = as_metrics(given)
+        metrics = self._given
+        if metrics is not None:
+            self._metrics = as_metrics(metrics)
             return
         for name, (_, dimensions, *form) in self.kinds.items():
             if form:
@@ -406,17 +406,17 @@ def _check_left_out(options: RunOptions) -> None:
     """Check that no option asks for what only the caller can do, who computes the forward."""
     of_process = [name for name, precision in PRECISIONS.items() if not precision.is_half]
     for name, instead in _OWN.items():
-        if (given := getattr(options, name)) not in (*of_process, AUTO, None):
-            raise UsageError(f"{name} {given!r}: in your own loop {instead}. Leave {name} out.")
+        if (value := getattr(options, name)) not in (*of_process, AUTO, None):
+            raise UsageError(f"{name} {value!r}: in your own loop {instead}. Leave {name} out.")
 
 
 def column_of(name: str, values: Any, samples: range) -> Column:
     column = _as_column(name, values)
     count = 0 if isinstance(column, Tensor) and column.ndim == 0 else len(column)
     if count != len(samples):
-        found = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
+        size = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
         raise UsageError(
-            f"the column {name!r} has {found} for the batch of {named(samples)}, expected {len(samples)}: "
+            f"the column {name!r} has {size} for the batch of {named(samples)}, expected {len(samples)}: "
             "one per sample, in order (a loss with reduction='none')"
         )
     # Copied, for the caller may write into it again.
@@ -465,7 +465,7 @@ def _kind_for_all(column: Column) -> list[Any]:
     return [str(dtype), 1 + len(row_shape), *([] if form == "plain" else [form])]
 
 
-def _listed(kinds: Mapping[str, Sequence[Any]]) -> str:
+def _kinds_listed(kinds: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(
         f"{name}: {' '.join([*form, dtype.removeprefix('torch.')])}"
         for name, (dtype, _, *form) in kinds.items()
@@ -473,14 +473,14 @@ def _listed(kinds: Mapping[str, Sequence[Any]]) -> str:
 
 
 @contextmanager
-def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
+def rank_0s_buffers(callers_model: nn.Module | None, run: Run) -> Iterator[None]:
     """Until the loop ends, a caller's model computes alike on all ranks, and without collectives."""
-    if given is None or not run.guest:
+    if callers_model is None or not run.guest:
         yield
         return
-    snapshot, model = CallersModels(), unwrapped(given)
+    snapshot, model = CallersModels(), unwrapped(callers_model)
     snapshot.remember_buffers(model)
-    wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
+    wrapper = callers_model if isinstance(callers_model, nn.parallel.DistributedDataParallel) else None
     broadcasts = wrapper is not None and wrapper.broadcast_buffers
     try:
         if wrapper is not None:

@@ -83,8 +83,8 @@ class Session(OpenSession):
         note: Callable[[str], None] | None = None,
     ) -> None:
         # By locals(), so that the defaults are written only above.
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__(SessionOptions(**given))
+        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(SessionOptions(**options))
 
     # -- evaluating --------------------------------------------------------------------------------
 

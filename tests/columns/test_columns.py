@@ -30,11 +30,11 @@ from dualeval.columns.ragged import (
 )
 from dualeval.engine.checks.first_batch import check_columns
 from dualeval.engine.device.transfer import start_download
-from dualeval.engine.folder import windows
+from dualeval.engine.folder import row_windows
 from dualeval.engine.folder.journal import JournalWriter, read_journal_file
 from dualeval.engine.folder.recorder import Recorder
+from dualeval.engine.folder.row_windows import MappedColumns
 from dualeval.engine.folder.stored_rows import MemoryWriter, collect_rows
-from dualeval.engine.folder.windows import MappedColumns
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import UsageError
@@ -256,9 +256,9 @@ def test_a_file_without_columns_has_empty_rows() -> None:
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
         files = collect_rows(writer, backend, 2)
     assert [sorted(file.columns) for file in files] == [["evaluated"], ["c", "evaluated"]]
-    [(_, rows)] = windows.windows_of(files, plan, ["c"])
+    [(_, rows)] = row_windows.windows_of(files, plan, ["c"])
     assert rows["c"].tolist() == ["", "", "", "a", "", "é"]
-    check_read_only(windows.read_columns(files, plan, ["c"], None), {"c": to_rows(Text(["a", "", "é"]))})
+    check_read_only(row_windows.read_columns(files, plan, ["c"], None), {"c": to_rows(Text(["a", "", "é"]))})
 
 
 # -- mapped columns ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # here, not with the first export: the import sets an environment variable
 from torch import nn
 
-from dualeval.engine.folder import journal, predictions, recorder, windows
+from dualeval.engine.folder import journal, predictions, recorder, row_windows
 from dualeval.engine.model.preparation import set_evaluation_mode
 from dualeval.engine.values import plan
 from dualeval.engine.values.options import NEW_FOLDER
@@ -65,7 +65,7 @@ def test_grouping_of_integer_work_changes_no_bit(
     wanted = evaluate(TinyTask(count, broken), tmp_path / "a", batch_size=4, on_error="skip")
     assert wanted.samples["failed"] == len(broken)
     monkeypatch.setattr(recorder, "FLUSH_ROWS", rows_a_file)
-    monkeypatch.setattr(windows, "WINDOW_ROWS", 50)
+    monkeypatch.setattr(row_windows, "WINDOW_ROWS", 50)
     found = evaluate(TinyTask(count, broken), tmp_path / "b", batch_size=4, on_error="skip")
     assert found.metrics_digest == wanted.metrics_digest
     assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))

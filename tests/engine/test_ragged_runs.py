@@ -16,7 +16,7 @@ import torch
 import dualeval
 from dualeval.columns.ragged import Ragged, to_rows
 from dualeval.engine.checks import replay as proving
-from dualeval.engine.folder import recorder, windows
+from dualeval.engine.folder import recorder, row_windows
 from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
@@ -189,7 +189,7 @@ def test_a_full_temporary_folder_is_named(done: tuple[Path, Result], monkeypatch
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(windows, "_nameless", lambda folder: Full())
+    monkeypatch.setattr(row_windows, "_nameless", lambda folder: Full())
     with pytest.raises(DualevalError, match=r"temporary file in .*No space left.*TMPDIR"):
         dualeval.rescore(done[0], metrics=RaggedTask(1).metrics())
 

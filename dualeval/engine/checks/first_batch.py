@@ -17,7 +17,7 @@ from torch import Tensor
 from dualeval.columns.ragged import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns.ragged import copied as copied_column
 from dualeval.engine.folder.predictions import json_entries, write_to_memory
-from dualeval.engine.folder.windows import EVALUATED, read_only
+from dualeval.engine.folder.row_windows import EVALUATED, read_only
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.job.evaluation import RESERVED, Evaluation
@@ -43,9 +43,9 @@ def try_first_batch(
     rows = {name: present[name] for name in evaluation.kept}
     tried = [_try_metric(metric, present) for metric in evaluation.metrics]
     tried += [_try_row_metric(metric, rows) for metric in evaluation.row_metrics]
-    found = [measured for measured, _ in tried if measured is not None]
-    check_keys(found)
-    check_scores(found, present)
+    measurements = [measured for measured, _ in tried if measured is not None]
+    check_keys(measurements)
+    check_scores(measurements, present)
     if writes:
         _try_files(evaluation, columns, samples, evaluated)
     return [note for _, notes in tried for note in notes]
@@ -107,25 +107,25 @@ def _check_values(name: str, column: Column) -> None:
 
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """A metric's measurement of one batch, and notes on failures with so few samples."""
-    own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
-    one_row = {name: column[[0]] for name, column in own.items()}
+    copies = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
+    one_row = {name: column[[0]] for name, column in copies.items()}
     kept = Kept(metric, OF_METRIC)
     try:
         other = copy.deepcopy(metric)
     except Exception:  # noqa: BLE001 - whatever stands in the way: what it holds more deeply is not put back
         other = metric
     slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
-    changed = _update(metric, slots, own)
+    changed = _update(metric, slots, copies)
     once = slots.clone()
     tried = _try_compute(metric.name, partial(metric.compute, slots.clone()))
     kept.put_back()  # from here on, state is built from one row: no number may depend on that
     changed += _update(other, of_few, one_row)
     compared, _ = _try_compute(metric.name, partial(other.compute, slots.clone()))
-    changed += _update(other, again, own)
+    changed += _update(other, again, copies)
     is_equal = torch.equal(once, again) and _same_values(tried[0], compared)
     # A table, for instance, that the first update builds is no state unless a number depends on it.
-    last = _update(other, again, own)
-    _check_pure(metric, columns, own, last if is_equal else [*last, *changed], is_equal)
+    last = _update(other, again, copies)
+    _check_pure(metric, columns, copies, last if is_equal else [*last, *changed], is_equal)
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
@@ -142,11 +142,11 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     return tried
 
 
-def _update(metric: Metric, ledger: Tensor, given: Mapping[str, Column]) -> list[str]:
+def _update(metric: Metric, ledger: Tensor, columns: Mapping[str, Column]) -> list[str]:
     """Count a batch; returns what this has changed in the metric, and in values that its functions name."""
     kept = Kept(metric, OF_METRIC)
     try:
-        metric.update(ledger, columns_of(metric, given))
+        metric.update(ledger, columns_of(metric, columns))
     except DualevalError:
         raise
     except Exception as error:  # raised again with the metric's name; its frames show the rest
@@ -167,15 +167,15 @@ def _same_values(one: Measured | None, other: Measured | None) -> bool:
 
 def _check_pure(
     metric: Metric,
-    given: Mapping[str, Column],
-    own: Mapping[str, Column],
+    columns: Mapping[str, Column],
+    copies: Mapping[str, Column],
     changed: Sequence[str],
     is_equal: bool,
 ) -> None:
     """Check that ``update`` has written only into its ledger, and not into its columns or itself."""
-    for name, column in own.items():
+    for name, column in copies.items():
         # The version also shows writes that changed no value.
-        if any(map(version_of, parts_of(column))) or digest_of(column) != digest_of(given[name]):
+        if any(map(version_of, parts_of(column))) or digest_of(column) != digest_of(columns[name]):
             raise UsageError(
                 f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
@@ -219,9 +219,9 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
             f"metric {name!r} fails on the first batch alone ({with_type(error)}); it is "
             "computed on all samples at the end"
         ]
-    found = plain(name, measured)
-    new = found.warnings[len(measured.warnings) :]
-    return found, [f"on the first batch alone, {sentence}" for sentence in new]
+    checked = plain(name, measured)
+    new = checked.warnings[len(measured.warnings) :]
+    return checked, [f"on the first batch alone, {sentence}" for sentence in new]
 
 
 def _try_files(

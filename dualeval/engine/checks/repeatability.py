@@ -104,11 +104,11 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
         # An error in the first computation ends the run; an error in the second is only reported.
         if isinstance(error, DualevalError) or not computed:
             raise
-        said = (
+        note = (
             f"the first samples could not be computed twice ({with_type(error)}), so it is not known whether "
             "they give the same numbers; batches are computed one at a time"
         )
-        return Looked(threads=1, notes=[said])
+        return Looked(threads=1, notes=[note])
 
 
 @contextmanager
@@ -158,14 +158,14 @@ class Lasting:
         seen, shown = set[str](), dict[Any, str]()
         for model in models:
             now, before = plain_values(model), self._before
-            found = [name for name in before if name in now and repr(before[name]) != repr(now[name])]
-            texts = [name for name in found if _has_text((before[name], now[name]))]
-            if not seen.issuperset(found) and (texts or (decides and decides(model))):
-                for name in dict.fromkeys([*texts, *found]):
+            changed = [name for name in before if name in now and repr(before[name]) != repr(now[name])]
+            texts = [name for name in changed if _has_text((before[name], now[name]))]
+            if not seen.issuperset(changed) and (texts or (decides and decides(model))):
+                for name in dict.fromkeys([*texts, *changed]):
                     # Of layers that have changed alike, only the first is shown.
                     alike = name.rpartition(".")[2], repr(now[name])
                     shown.setdefault(alike, f"{name}: {before[name]!r} before, {now[name]!r} now")
-            seen.update(found)
+            seen.update(changed)
         return [_SWITCHED.format(listed(shown.values(), _NAMED))] if shown else []
 
 
@@ -216,17 +216,17 @@ class Widest:
         with as_before(evaluation.model, evaluation.task) as reset, computes(1) as compute:
 
             def unlike(several: Sequence[range]) -> list[str]:
-                found: list[str] = []
+                sentences: list[str] = []
                 for part, (data, failed) in zip(several, read_alone(evaluation, *several), strict=True):
                     reset()
                     if data is not None and not failed:
                         first, columns = part.start - samples.start, compute.start(data)()
-                        found += _of_batch(of_loop, columns, first, _allowed_of(evaluation))
-                return found
+                        sentences += _of_batch(of_loop, columns, first, _allowed_of(evaluation))
+                return sentences
 
             # In half precision one sample may be borderline: one token changes, and with it all that follow.
-            found = unlike([samples[place : place + 1] for place in places])
-            return (found[:1], bool(unlike([samples]))) if len(found) >= least else ([], False)
+            warnings = unlike([samples[place : place + 1] for place in places])
+            return (warnings[:1], bool(unlike([samples]))) if len(warnings) >= least else ([], False)
 
 
 def is_short(seconds: float, forwards: int, of: float) -> bool:
@@ -246,12 +246,12 @@ def _look(
     beside: Sequence[range],
 ) -> Looked:
     task, model, step = evaluation.task, evaluation.model, evaluation.run.control.progress.step
-    said: list[str] = []
+    of_reading: list[str] = []
     # Samples of the first batch in other batches.
     beside = [samples for samples in beside if samples]
     start = perf_counter()
     several = read_alone(
-        evaluation, *pieces, *beside, pieces[0], step=lambda _: step(Stage.LOAD, chunk), notes=said
+        evaluation, *pieces, *beside, pieces[0], step=lambda _: step(Stage.LOAD, chunk), notes=of_reading
     )
     reads_fast = perf_counter() - start < _READ_WITHIN_S
     *read, again = [data for data, _ in several]
@@ -259,7 +259,7 @@ def _look(
     most = -(-count // evaluation.plan.batch_size)
     threads = usable_threads(task, model, evaluation.run.device, evaluation.run.threads, most)
     trusted = task.thread_safe is True
-    looked = Looked(threads=threads if trusted else 1, of_reading=said)
+    looked = Looked(threads=threads if trusted else 1, of_reading=of_reading)
     if again is None or any(data is None for data in read):
         return looked
     step(Stage.FORWARD, chunk)
@@ -269,12 +269,12 @@ def _look(
             columns = compute.start(_copied(data))()
             return postprocessed(task, evaluation.dataset, columns, samples)
 
-        found = [alone(pieces[0], read[0])]
+        results = [alone(pieces[0], read[0])]
         computed.append(True)
         before, kept, generators = _state_of(model), Kept(task, OF_TASK, model), Generators()
         start = perf_counter()
         # Timed from the second on: the first may compile or build tables, which the loop has to do anyway.
-        found += [alone(pieces[1], data) for data in read[1:]]
+        results += [alone(pieces[1], data) for data in read[1:]]
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
         if not is_short(seconds, _FORWARDS - 2, count / len(pieces[0])):
             return replace(looked, notes=[_TOO_LONG.format(seconds)])
@@ -285,15 +285,15 @@ def _look(
                 return f"from one batch to the next {_changes([*changed, *kept.changes()])}"
             return _RANDOM
 
-        unlike = differences(found[0], alone(pieces[0], again), read[0], again, why)
+        unlike = differences(results[0], alone(pieces[0], again), read[0], again, why)
         draws = generators.are_others()
         if not unlike and not evaluation.run.workers:
             # Read another batch first, as the loop does: observe may use what reading leaves in the process.
             read_alone(evaluation, pieces[-1])
-            unlike = differences(found[0], alone(pieces[0], again), again, again, lambda: _BY_READING)
+            unlike = differences(results[0], alone(pieces[0], again), again, again, lambda: _BY_READING)
         if not unlike and read[1:]:
             reset()
-            unlike = differences(found[1], alone(pieces[1], read[1]), read[1], read[1], lambda: _MADE)
+            unlike = differences(results[1], alone(pieces[1], read[1]), read[1], read[1], lambda: _MADE)
         if not unlike and reads_fast:
             [(one, _), (other, _)] = read_alone(evaluation, more, more)
             unlike = differences({}, {}, one, other, why)
@@ -301,7 +301,7 @@ def _look(
         for samples, data in zip(beside, others, strict=True) if not unlike else ():
             with suppress(Exception):  # some models want batches of one size
                 at = samples.start - pieces[0].start
-                warnings = warnings or _of_batch(found[0], alone(samples, data), at, allowed)
+                warnings = warnings or _of_batch(results[0], alone(samples, data), at, allowed)
         if draws and not unlike:
             return replace(looked, warnings=[*warnings, _DRAWS])
         looked = replace(looked, unlike=unlike, warnings=warnings)
@@ -310,7 +310,7 @@ def _look(
     if of_task:
         notes = [_KEPT.format(_changes(of_task))]
     else:
-        notes = _in_threads(evaluation, computes, pieces, read, found, changed)
+        notes = _in_threads(evaluation, computes, pieces, read, results, changed)
     return replace(looked, threads=1 if notes else threads, notes=notes)
 
 
@@ -363,7 +363,7 @@ def differences(
     if not names and not is_other:
         return []
     cause = _OTHER_DATA if is_other else why()
-    again_other = f"the same samples give different numbers when they are computed again ({_listed(names)}): "
+    again_other = f"the same samples give different numbers when they are computed again ({_unique(names)}): "
     return [
         f"{again_other if names else ''}{cause}. Another run, or another number of processes, gives a "
         "different result"
@@ -380,9 +380,9 @@ def _allowed_of(evaluation: Evaluation) -> float:
 
 
 def _tensors_in(batch: Any) -> list[Tensor]:
-    found: list[Any] = []
-    map_batch(found.append, batch, found.append)
-    return [each for each in found if isinstance(each, Tensor)]
+    leaves: list[Any] = []
+    map_batch(leaves.append, batch, leaves.append)
+    return [each for each in leaves if isinstance(each, Tensor)]
 
 
 def _of_batch(
@@ -399,8 +399,8 @@ def _of_batch(
         here = column[first:][: len(there)].double()
         apart = (here - there[: len(here)].double()).abs().nan_to_num(0, 0, 0)
         size = (column.double() if floats and allowed > _ROUNDING else here).abs().nan_to_num(0, 0, 0)
-        found, of = (apart.max(), size.max()) if floats else (apart.sum(), size.sum())
-        if found > allowed * max(float(of), _LEAST):
+        difference, of = (apart.max(), size.max()) if floats else (apart.sum(), size.sum())
+        if difference > allowed * max(float(of), _LEAST):
             return [_BY_BATCH.format(name)]
     return []
 
@@ -422,17 +422,17 @@ def _in_threads(
     try:
         with _meeting(len(read)) as around_forward, computes(len(read), around_forward) as pool:
             pending = [pool.start(_copied(data)) for data in read]
-            found = [
+            together = [
                 postprocessed(evaluation.task, evaluation.dataset, columns(), samples)
                 for columns, samples in zip(pending, pieces, strict=True)
             ]
     except Exception as error:  # noqa: BLE001 - said: each of them could be computed alone
         problem = f"cannot be computed at the same time ({with_type(error)})"
     else:
-        unlike = [name for one, other in zip(alone, found, strict=True) for name in differing(one, other)]
+        unlike = [name for one, other in zip(alone, together, strict=True) for name in differing(one, other)]
         if not unlike:
             return []
-        problem = f"give different numbers when two are computed at the same time ({_listed(unlike)})"
+        problem = f"give different numbers when two are computed at the same time ({_unique(unlike)})"
     cause = f": {_changes(changed)} from one to the next" if changed else ""
     return [
         f"batches {problem}{cause}. So they are computed one at a time; in Python let the outputs of forward "
@@ -478,8 +478,8 @@ def _state_of(model: nn.Module) -> Snapshot:
 
 
 def _changes(places: Sequence[str]) -> str:
-    return f"{_listed(places)} {'change' if len({*places}) > 1 else 'changes'}"
+    return f"{_unique(places)} {'change' if len({*places}) > 1 else 'changes'}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _unique(names: Sequence[str]) -> str:
     return listed(dict.fromkeys(names), _NAMED)

@@ -23,8 +23,8 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import is_same
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.recorder import Ledger
+from dualeval.engine.folder.row_windows import EVALUATED, evaluated_of
 from dualeval.engine.folder.stored_rows import StoredRows, Window
-from dualeval.engine.folder.windows import EVALUATED, evaluated_of
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.samples.feed import FailedSample
@@ -90,10 +90,10 @@ def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
     run.control.progress.step(Stage.SETUP)
     fingerprint, finished = opened.facts.fingerprint, opened.previous.finished
     if finished is None:
-        found = batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
+        batches = batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
     else:
-        found = batches_of_predictions(folder.path / PREDICTIONS, plan, fingerprint, finished.machines)
-    return [*comparable(found)]
+        batches = batches_of_predictions(folder.path / PREDICTIONS, plan, fingerprint, finished.machines)
+    return [*comparable(batches)]
 
 
 def places_drawn(fingerprint: str, count: int) -> list[int]:
@@ -135,9 +135,9 @@ def batches_of_predictions(
         yield StoredBatch(**vars(rows.batch(plan.batch_samples(number))), machines=tuple(without_count))
 
 
-def comparable(found: Iterable[StoredBatch]) -> Iterator[StoredBatch]:
+def comparable(batches: Iterable[StoredBatch]) -> Iterator[StoredBatch]:
     """The batches with rows to compare; a result has the metrics' digests of the first of them."""
-    return (batch for batch in found if batch.columns and batch.evaluated.any())
+    return (batch for batch in batches if batch.columns and batch.evaluated.any())
 
 
 # -- the comparison ------------------------------------------------------------------------------------
@@ -151,18 +151,18 @@ def prove(
     if not opened.has_earlier:
         return Proven()
     if not run.options.replay:
-        found = SKIPPED
+        outcome = SKIPPED
         run.note_all(["what is finished is not compared with what this job gives now"])
     else:
-        own = _compare(evaluation, opened, stored, evaluate) if run.backend.world.is_main else None
-        found = str(run.from_rank_0(own))
+        rank_0s = _compare(evaluation, opened, stored, evaluate) if run.backend.world.is_main else None
+        outcome = str(run.from_rank_0(rank_0s))
     if finished is None:
-        return Proven(replay=found)
+        return Proven(replay=outcome)
     assert opened.folder is not None
     run.note_all([f"this job was finished before, in {opened.folder.path}: its result is shown again"])
     # The folder may have been moved since.
-    result = replace(finished, earlier=True, replay=found, folder=str(opened.folder.path))
-    return Proven(replay=found, earlier=_with_what_is_asked(evaluation, opened, result))
+    result = replace(finished, earlier=True, replay=outcome, folder=str(opened.folder.path))
+    return Proven(replay=outcome, earlier=_with_what_is_asked(evaluation, opened, result))
 
 
 @doing("comparing two finished batches")
@@ -203,14 +203,14 @@ def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) 
     run = evaluation.run
     step = partial(run.control.progress.step, Stage.SETUP)
     slicing = slicing_of(evaluation, step)
-    own: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
     if run.backend.world.is_main:
         assert opened.folder is not None
         rows = StoredRows(opened.folder.path / PREDICTIONS)
-        found = opened.beside_reference(result, rows.windows(), evaluation.dataset, step)
-        found = found if slicing is None else slicing.of_rows(found, rows)
-        own = {name: getattr(found, name) for name in ("reference", "slices", "warnings")}
-    return replace(result, **run.from_rank_0(own))
+        completed = opened.beside_reference(result, rows.windows(), evaluation.dataset, step)
+        completed = completed if slicing is None else slicing.of_rows(completed, rows)
+        fields = {name: getattr(completed, name) for name in ("reference", "slices", "warnings")}
+    return replace(result, **run.from_rank_0(fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,19 +235,19 @@ class Proof:
         """
         outcome, unsteady = SAME_BITS, list[str]()
         for column, values in self.stored.columns.items():
-            found = self._now.get(column)
-            if found is None or len(found) != len(values) or kind_of(found) != kind_of(values):
-                self._refuse(column, 0, values, found)
-            row = _first_difference(values, found)
+            now = self._now.get(column)
+            if now is None or len(now) != len(values) or kind_of(now) != kind_of(values):
+                self._refuse(column, 0, values, now)
+            row = _first_difference(values, now)
             if row is None:
                 continue
             if self._same_machine:
                 unsteady = self._unsteady
                 if column not in unsteady:
-                    self._refuse(column, row, values, found)
-            row = _first_difference(values, found, self.tolerance)
+                    self._refuse(column, row, values, now)
+            row = _first_difference(values, now, self.tolerance)
             if row is not None:
-                self._refuse(column, row, values, found, unsteady)
+                self._refuse(column, row, values, now, unsteady)
             outcome = WITHIN_TOLERANCE
         if outcome == SAME_BITS:
             return outcome, None
@@ -288,7 +288,7 @@ class Proof:
         self, column: str, row: int, there: Rows, now: Rows | None, unsteady: Sequence[str] = ()
     ) -> NoReturn:
         index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
-        found = "no such column" if now is None else _shown(now[row])
+        here = "no such column" if now is None else _repr_of(now[row])
         why = (
             "The job's identity is unchanged, so something outside of it has changed: an imported helper, a "
             "file or variable that the model reads, or the middle of a picture (--data-fingerprint content "
@@ -301,7 +301,7 @@ class Proof:
             )
         raise UsageError(
             f"{self.place} holds other numbers than this job gives now: sample {self.name(index)}, column "
-            f"{column!r}: {_shown(there[row])} there, {found} now. {why} {self.start_over}; --no-replay "
+            f"{column!r}: {_repr_of(there[row])} there, {here} now. {why} {self.start_over}; --no-replay "
             "continues without this comparison."
         )
 
@@ -335,14 +335,14 @@ def metric_digests(
 ) -> dict[str, str]:
     """A hash of each metric's result for a batch's rows, by its name; without metrics of columns not kept."""
     samples = next((len(values) for values in columns.values()), 0)
-    found = {
+    digests = {
         metric.name: _digest_of(slots.tolist(), partial(metric.compute, slots))
         for metric, slots in counted(metrics, columns, [samples])
     }
     for row_metric in row_metrics:
-        own = columns_of(row_metric, columns)
-        found[row_metric.name] = _digest_of([], partial(row_metric.compute, own))
-    return found
+        read = columns_of(row_metric, columns)
+        digests[row_metric.name] = _digest_of([], partial(row_metric.compute, read))
+    return digests
 
 
 def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
@@ -366,7 +366,7 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
     there = Ledger(plan, metrics)
     there.values.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
     return [
-        metric.name for metric, slots in there.parts() if not torch.equal(slots, now.get(metric.name, slots))
+        metric.name for metric, slots in there.slots() if not torch.equal(slots, now.get(metric.name, slots))
     ]
 
 
@@ -374,9 +374,9 @@ def counted(
     metrics: Sequence[Metric], columns: Mapping[str, Rows], batches: Sequence[int]
 ) -> list[tuple[Metric, Tensor]]:
     """The ledger's slots of each metric whose columns are kept, for the rows of some batches."""
-    found = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
-    found.update({name: to_column(values) for name, values in columns.items()}, batches)
-    return found.parts()
+    ledger = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
+    ledger.update({name: to_column(values) for name, values in columns.items()}, batches)
+    return ledger.slots()
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
@@ -388,7 +388,7 @@ def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) ->
     return int(wrong[0]) if len(wrong) > allowed else None
 
 
-def _shown(value: Any) -> str:
+def _repr_of(value: Any) -> str:
     # repr of a Python float shows every bit; numpy's repr adds its type.
     text = repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
-from dualeval.engine.control.progress import Heartbeat, Name, Progress, Stage, Tally, Work
+from dualeval.engine.control.progress import Activity, Heartbeat, Name, Progress, Stage, Tally
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
@@ -78,7 +78,7 @@ class ControlPlane(Ending):
         # Counts the store's answers to this rank's heartbeats.
         self.answers = 0
         self._server = server
-        self._work = Work()
+        self._activity = Activity()
         self._attempt = 0
         self._runs = 0
         self._tally: Tally | None = None
@@ -122,13 +122,13 @@ class ControlPlane(Ending):
 
         Every rank calls ``end_attempt`` next. If all ranks are ending already, that call raises the reason.
         """
-        own = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
+        verdict = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
         if (meetings := self._meetings) is not None:
             with suppress(PeerError), meetings.asking():
-                own = meetings.propose(meetings.store, own)
-        elif self.verdict is not None and not own.replaces(self.verdict):
+                verdict = meetings.propose(meetings.store, verdict)
+        elif self.verdict is not None and not verdict.replaces(self.verdict):
             return
-        self._hear(own)
+        self._hear(verdict)
 
     def end_attempt(self, *, went_well: bool) -> PeerError | None:
         """Sleep until every rank has ended the attempt; then the next one begins."""
@@ -166,12 +166,12 @@ class ControlPlane(Ending):
 
     def fail(self, error: BaseException) -> PeerError:
         """Report, from the main thread, that this rank failed and why."""
-        own = Verdict.own_failure(self.name.rank, error, str(self.name))
-        holds = own
+        verdict = Verdict.own_failure(self.name.rank, error, str(self.name))
+        holds = verdict
         if (meetings := self._meetings) is not None:
             with suppress(PeerError), meetings.asking():
-                holds = meetings.propose(meetings.store, own)
-        return (holds if holds.kind == "failure" else own).to_error()
+                holds = meetings.propose(meetings.store, verdict)
+        return (holds if holds.kind == "failure" else verdict).to_error()
 
     @property
     def has_peers(self) -> bool:
@@ -182,7 +182,7 @@ class ControlPlane(Ending):
         """This rank's progress at this moment, for ``monitor.Judge``."""
         at, tally = self.progress.position, self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
-        work = self._work.count()
+        work = self._activity.count()
         return Heartbeat(at.steps, work, self.answers, at.stage, at.chunk, self._saved, run, done)
 
     # -- counting samples --------------------------------------------------------------------------
@@ -279,9 +279,9 @@ class ControlPlane(Ending):
         """Exchange messages with the store; returns the heartbeats of the watched ranks."""
         while self._outbox:
             self._outbox.popleft()(client)
-        own = self.own_heartbeat()
-        own = own._replace(stage=Stage.LEFT) if self._left else own
-        client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(own))
+        heartbeat = self.own_heartbeat()
+        heartbeat = heartbeat._replace(stage=Stage.LEFT) if self._left else heartbeat
+        client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(heartbeat))
         keys = [meetings.key(f"heartbeat/{rank}") for rank in monitor.names]
         verdict, *texts = client.multi_get([meetings.key(VERDICT), *keys])
         if (holds := Verdict.read(verdict)) is not None:
@@ -347,10 +347,10 @@ def open_control_plane(
     takes the first that answers. Collectives of this backend count as progress from then on.
     """
     world = backend.world
-    own = Name.of(world.rank)
+    name = Name.of(world.rank)
     limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
     if world.size == 1:
-        return ControlPlane(own, own, None, limits)
+        return ControlPlane(name, name, None, limits)
     from dualeval.engine.control.meeting import Meetings
 
     server = None
@@ -363,7 +363,7 @@ def open_control_plane(
         else:
             token = f"{secrets.token_hex(8)}.{world.meeting.restarts}"
             server.set(f"{token}/{VERDICT}", NO_VERDICT)
-            payload = {"token": token, "offer": offer, "rank_0": asdict(own)}
+            payload = {"token": token, "offer": offer, "rank_0": asdict(name)}
     with waiting(world, "all ranks' first collective", STARTED):
         payload = backend.broadcast_json(payload, src=0)
         # Rank 0 may leave a broadcast before the others have entered it.
@@ -375,8 +375,8 @@ def open_control_plane(
     with waiting(world, f"rank 0's control plane at {where}", CONNECTED, each_node=True):
         store = join_store(payload["offer"], world.rank, "the control plane")
     rank_0 = Name(**payload["rank_0"])
-    meetings = Meetings(store, payload["token"], world.size, own, rank_0)
-    control = ControlPlane(own, rank_0, meetings, limits, server)
+    meetings = Meetings(store, payload["token"], world.size, name, rank_0)
+    control = ControlPlane(name, rank_0, meetings, limits, server)
     backend.around_collective = lambda: control.progress.inside(Stage.COLLECTIVE)
     meetings.come(str(control.own_heartbeat()))
     missing = None if server is None else meetings.names_of_absent()

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from dualeval.process.identity import Process
 
-# A window of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
+# A span of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
 # slow disk may take no more, but moves bytes.
-_WINDOW_S = 0.25
+_SPAN_S = 0.25
 _LEAST_CORES = 0.1
 _LEAST_BYTES_A_S = 65_536
 _SHOW_EVERY_S = 0.5
@@ -134,8 +134,8 @@ class Heartbeat(NamedTuple):
         return Position(self.steps, self.stage, self.chunk)
 
 
-class Work:
-    """Counts windows of time in which this process really worked; create it on the main thread."""
+class Activity:
+    """Counts spans of time in which this process really worked; create it on the main thread."""
 
     # The process worked if its Python threads, without the engine's helpers, took a tenth of a core, or if
     # the main thread read or wrote. Native threads of libraries do not count: those of Horovod and MPI poll
@@ -150,31 +150,31 @@ class Work:
         self._bytes = self._bytes_moved()
 
     def count(self) -> int:
-        """Number of these windows so far; any thread may ask."""
+        """Number of these spans so far; any thread may ask."""
         with self._lock:
             now = time.monotonic()
             seconds = now - self._since
-            if seconds >= _WINDOW_S:
+            if seconds >= _SPAN_S:
                 before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
-                taken = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
+                cpu_s = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
                 bytes_before, self._bytes = self._bytes, self._bytes_moved()
                 moved = self._bytes - bytes_before
                 self._since = now
-                if taken >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
+                if cpu_s >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
                     self._count += 1
             return self._count
 
     def _seconds_by_thread(self) -> dict[int, float]:
-        found = {}
+        seconds = {}
         for thread in threading.enumerate():
             number = thread.native_id
             if number is not None and not _is_helper(thread.name):
                 try:
                     # On Linux, the CPU clock of a thread by its id; an error if the thread has ended.
-                    found[number] = time.clock_gettime(~number << 3 | 6)
+                    seconds[number] = time.clock_gettime(~number << 3 | 6)
                 except OSError:
                     continue
-        return found
+        return seconds
 
     def _bytes_moved(self) -> int:
         try:

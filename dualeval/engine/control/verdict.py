@@ -117,9 +117,9 @@ def propose(store: TCPStore, key: str, verdict: Verdict) -> Verdict:
     expected = NO_VERDICT
     # A few rounds at most: what replaces a stop is final.
     while True:
-        found = bytes(store.compare_set(key, expected, str(verdict))).decode()
-        holds = Verdict.read(found)
+        text = bytes(store.compare_set(key, expected, str(verdict))).decode()
+        holds = Verdict.read(text)
         assert holds is not None, "the key is set before any rank knows it"
         if holds == verdict or not verdict.replaces(holds):
             return holds
-        expected = found
+        expected = text

@@ -128,8 +128,8 @@ class Cuda(Accelerator):
     def runtime(self) -> dict[str, str | None]:
         """The loaded cuBLAS, the driver, and the variables that both read."""
         preferred = torch.backends.cuda.preferred_blas_library()
-        found = {"cublas": _cublas(), "driver": nvidia_driver(), "blas": str(preferred)}
-        return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
+        libraries = {"cublas": _cublas(), "driver": nvidia_driver(), "blas": str(preferred)}
+        return {**libraries, **{name: os.environ.get(name) for name in _VARIABLES}}
 
     def record_event(self) -> Any:
         """An event for which the host waits asleep, which leaves its core to the loader's workers."""
@@ -142,8 +142,8 @@ class Cuda(Accelerator):
 def nvidia_driver() -> str | None:
     """Version of NVIDIA's driver; None if there is none."""
     with suppress(OSError):
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
-        return found[1] if found else None
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
+        return match[1] if match else None
     return None
 
 

@@ -78,9 +78,9 @@ def is_same(one: Machine, other: Machine) -> bool:
 def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, mix: bool) -> None:
     """Check that all ranks are of one kind."""
     for rank, machine in enumerate(machines):
-        found = differences(kind_of(machines[0]), kind_of(machine))
-        if found and not mix:
-            shown = "; ".join(f"{name}: {first} on rank 0, {own} there" for name, first, own in found)
+        differing = differences(kind_of(machines[0]), kind_of(machine))
+        if differing and not mix:
+            shown = "; ".join(f"{name}: {first} on rank 0, {other} there" for name, first, other in differing)
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} computes on another kind of machine than rank 0 on {hosts[0]} "
                 f"({shown}). Start all ranks on the same devices and versions, or add --mix-machines: the "
@@ -88,24 +88,24 @@ def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, m
             )
 
 
-def check_kinds_of_parts(
-    folder: object, parts: Iterable[Machine], own: Machine, start_over: str, *, mix: bool
+def check_kinds_in_folder(
+    folder: object, machines: Iterable[Machine], here: Machine, start_over: str, *, mix: bool
 ) -> None:
     """Check that the work in a folder was computed on this kind of machine."""
-    for machine in parts:
-        found = differences(kind_of(machine), kind_of(own))
-        if found and not mix:
-            shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in found)
+    for machine in machines:
+        differing = differences(kind_of(machine), kind_of(here))
+        if differing and not mix:
+            shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in differing)
             raise UsageError(
                 f"{folder} holds work from another kind of machine ({shown}). {start_over}; "
                 "--mix-machines continues from it, and the result then has homogeneous: false."
             )
 
 
-def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
+def chunks_by_machine(counts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
     """Add up the chunks of equal machines."""
     counted: list[dict[str, Any]] = []
-    for machine, chunks in parts:
+    for machine, chunks in counts:
         if not chunks:
             continue
         for known in counted:

@@ -75,9 +75,9 @@ class NumericSettings:
         self._also_before = _read_older() if _HAS_FP32_PRECISION else []
         # Sentences about what was set otherwise before the run.
         self.notes = [
-            f"{setting.name} was {found!r} before this run, which sets it to {setting.wanted!r}"
-            for setting, found in zip(self._settings, self._before, strict=True)
-            if setting.usual is not None and found not in (setting.wanted, *setting.usual)
+            f"{setting.name} was {before!r} before this run, which sets it to {setting.wanted!r}"
+            for setting, before in zip(self._settings, self._before, strict=True)
+            if setting.usual is not None and before not in (setting.wanted, *setting.usual)
         ]
         self._write_wanted()
 
@@ -104,9 +104,9 @@ class NumericSettings:
 
     def _set_again(self) -> list[str]:
         changes = [
-            _CHANGE.format(setting.name, setting.wanted, found)
+            _CHANGE.format(setting.name, setting.wanted, now)
             for setting in self._settings
-            if (found := setting.read()) != setting.wanted
+            if (now := setting.read()) != setting.wanted
         ]
         if changes:
             self._write_wanted()
@@ -282,12 +282,12 @@ def _write_mkldnn_parent(value: str) -> None:
 
 def _read_without_parents(settings: Sequence[_Setting]) -> list[Any]:
     """The settings' own values, not those of their parents; leaves the parents at "none"."""
-    found = []
+    values = []
     for setting in settings:
-        found.append(setting.read())
+        values.append(setting.read())
         if setting.name in _PARENTS:
             setting.write("none")
-    return found
+    return values
 
 
 def _read_older() -> list[Any]:

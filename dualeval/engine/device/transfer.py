@@ -45,14 +45,14 @@ class Uploads:
             return on_device[id(tensor)]
 
         # Objects with a ``to`` are moved in the computing stream: only they know which memory they allocate.
-        found = map_batch(copied, data, methodcaller("to", self._accelerator.device))
+        moved = map_batch(copied, data, methodcaller("to", self._accelerator.device))
         if on_device:
             computing = self._accelerator.current_stream()
             computing.wait_stream(self._copies)
             for copy in on_device.values():
                 # Otherwise the allocator reuses the memory while the computing stream still reads it.
                 self._accelerator.keep_for(copy, computing)
-        return found
+        return moved
 
     @torch.no_grad()
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class Uploads:
 def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     """Start the copies of a batch's columns to the host, after the work queued in the current stream."""
     if isinstance(columns, LateColumns):
-        given = start_download(accelerator, columns.given)
-        return lambda: columns.of(given())
+        download = start_download(accelerator, columns.given)
+        return lambda: columns.of(download())
 
     def begin(part: Any) -> Any:
         if not is_plain(part, accelerator.device):
@@ -89,7 +89,7 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     def wait() -> Columns:
         arrived.synchronize()
         # Copied out of pinned memory, for some columns are held until a run ends.
-        return {name: of_parts(kinds[name], [*map(_cloned, own)]) for name, own in parts.items()}
+        return {name: of_parts(kinds[name], [*map(_cloned, tensors)]) for name, tensors in parts.items()}
 
     return wait
 

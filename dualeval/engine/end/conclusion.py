@@ -61,7 +61,7 @@ class Conclusion:
         self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
         # How many of several attempts are done; printed if the run is stopped.
-        self.progress = ""
+        self.done = ""
         # Of a command: nobody catches its errors.
         self.is_command = False
         # Concludes the run if the main thread does not; holds what is to be saved.
@@ -111,18 +111,18 @@ class Conclusion:
         status.json. The session goes on.
         """
         folder = self.watch.folder
-        own = None if isinstance(error, PeerError) else error
+        raised = None if isinstance(error, PeerError) else error
         if error is not None:
             close_displays()
             self._save(error)
-        if own is not None:
-            self._control.fail_attempt(own)
+        if raised is not None:
+            self._control.fail_attempt(raised)
             if self._is_owner:
                 with _surviving("print the traceback"):
-                    say_traceback(own, whole=self._debug)
+                    say_traceback(raised, whole=self._debug)
         failure = self._control.end_attempt(went_well=error is None)
         if failure is not None:
-            if failure.rank == 0 or (own is not None and text_of(own) == text_of(failure)):
+            if failure.rank == 0 or (raised is not None and text_of(raised) == text_of(failure)):
                 # An error that rank 0 met as well is not specific to one rank.
                 failure.where = None
             if self._control.name.rank == 0:
@@ -186,7 +186,7 @@ class Conclusion:
             return outcome.exit_code
         end: DualevalError = stop
         path = None if folder is None else folder.path
-        has_begun = bool(self.progress) or self.watch.has_begun
+        has_begun = bool(self.done) or self.watch.has_begun
         if outcome.exit_code == EXIT_DONE:
             line = f"dualeval: {stop} came while the result was being written: {path}"
         elif outcome.exit_code == EXIT_FAILED:
@@ -197,7 +197,7 @@ class Conclusion:
             line = f"dualeval: stopped by {stop}. {NOTHING_STARTED}"
         else:
             where = "Type" if path is None else f"What is finished is saved in {path}: type"
-            done = self.progress if has_begun else "No batch was started."
+            done = self.done if has_begun else "No batch was started."
             line = f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {how_to_resume(path)}."
         if outcome.writes:
             self._write_down(end)

@@ -137,15 +137,15 @@ def _write_down(status: str, run: str, stacks: str, resume: str, *, name: str, h
     )
     message += f". {resume}"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found: dict[str, Any] = json.loads(Path(status).read_text("utf-8"))
-        is_own = found["run"] == run
-        if is_own and found["state"] != "running":
+        content: dict[str, Any] = json.loads(Path(status).read_text("utf-8"))
+        is_own = content["run"] == run
+        if is_own and content["state"] != "running":
             return
         sys.stderr.write(f"dualeval: error: {message}\n")
         if is_own:
-            found.update(state="failed", exit_code=1, reason=message)
+            content.update(state="failed", exit_code=1, reason=message)
             partial = Path(f"{status}.{run}.partial")
-            partial.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", "utf-8")
+            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
             partial.replace(status)
 
 

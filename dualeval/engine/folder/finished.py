@@ -42,9 +42,9 @@ def check_finished(folder: Path) -> None:
     if status is not None and status.state == "done" and has_result:
         return
     if status is not None:
-        found = f"{RESULT} is missing" if status.state == "done" else f"its state is '{status.state}'"
+        problem = f"{RESULT} is missing" if status.state == "done" else f"its state is '{status.state}'"
         raise UsageError(
-            f"{folder} holds no finished run: {found}. Type the run's own command "
+            f"{folder} holds no finished run: {problem}. Type the run's own command "
             f"again, with --out {folder}; it resumes from there."
         )
     if not has_result:

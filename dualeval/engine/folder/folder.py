@@ -172,9 +172,9 @@ class RunFolder:
         """The start of the names of a rank's journal files."""
         return f"{self.token}-{rank:05d}"
 
-    def _status(self, state: str, **said: Any) -> Status:
+    def _status(self, state: str, **fields: Any) -> Status:
         return Status(
-            state=state, launch_id=self._launch, run=self.token, process=opening.own_process(), **said
+            state=state, launch_id=self._launch, run=self.token, process=opening.own_process(), **fields
         )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class RunFolder:
         layout.remove_shares(self.path)
 
     def finish_share(
-        self, plan: EvalPlan, share: layout.Share, previous: opening.PreviousRun, said: Mapping[str, Any]
+        self, plan: EvalPlan, share: layout.Share, previous: opening.PreviousRun, content: Mapping[str, Any]
     ) -> str:
         """Check that a share's chunks are all on the disk, and record that it is done; returns a sentence."""
         self.check()
@@ -263,7 +263,7 @@ class RunFolder:
             )
         # If all chunks were finished before, what was said of them stays.
         if previous.chunks.remaining or not (self.path / layout.SAID).exists():
-            write_text(self.path / layout.SAID, json_text(said))
+            write_text(self.path / layout.SAID, json_text(content))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         failed = sum(file.failed for file in chunks.files)

@@ -32,7 +32,7 @@ from torch import Tensor
 from dualeval.atomic_files import partial_of, whole_file
 from dualeval.columns.ragged import Column
 from dualeval.engine.folder.layout import SUFFIX, file_name
-from dualeval.engine.folder.windows import RowsOfChunks, describe_columns, place_columns
+from dualeval.engine.folder.row_windows import RowsOfChunks, describe_columns, place_columns
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError
 
@@ -87,7 +87,7 @@ class JournalWriter:
     ) -> None:
         """Write one file and wait until it is on the disk."""
         slots = delta.nonzero().flatten()
-        described, arrays = describe_columns(columns)
+        stored, arrays = describe_columns(columns)
         entries = [np.ascontiguousarray(part.numpy(), "<i8") for part in (slots, delta[slots])]
         header = json.dumps(
             {
@@ -98,7 +98,7 @@ class JournalWriter:
                 "failed": len(failures),
                 "failures": list(failures),
                 "entries": len(slots),
-                "columns": described,
+                "columns": stored,
             }
         ).encode()
         path = self.folder / file_name(self._prefix, len(self.written))
@@ -106,7 +106,7 @@ class JournalWriter:
             _write(
                 partial,
                 [
-                    _MAGIC if all("form" not in entry for entry in described) else _MAGIC_OF_RAGGED,
+                    _MAGIC if all("form" not in entry for entry in stored) else _MAGIC_OF_RAGGED,
                     len(header).to_bytes(8, "little"),
                     header,
                     *(array.reshape(-1).view(np.uint8).data for array in (*entries, *arrays)),
@@ -115,13 +115,13 @@ class JournalWriter:
         self.written.append(path)
 
 
-def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Write the parts, followed by their checksum."""
+def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write the pieces, followed by their checksum."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in parts:
-            digest.update(part)
-            file.write(part)
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
         file.write(digest.digest())
 
 
@@ -144,24 +144,24 @@ def read_journal_file(path: Path) -> JournalFile:
         checksum = file.read(_CHECKSUM_BYTES)
         if digest.digest() != checksum:
             raise DualevalError(f"{path} is damaged: its checksum does not fit its content")
-    described = json.loads(header)
-    total = sum(described["rows"])
-    entries = described["entries"]
+    facts = json.loads(header)
+    total = sum(facts["rows"])
+    entries = facts["entries"]
     delta = np.fromfile(path, "<i8", count=2 * entries, offset=len(start) + header_length)
     offset = len(start) + header_length + 2 * 8 * entries
     return JournalFile(
         path=path,
         checksum=checksum,
-        fingerprint=described["fingerprint"],
-        machine=described["machine"],
-        chunks=tuple(described["chunks"]),
-        rows=tuple(described["rows"]),
-        failed=described["failed"],
+        fingerprint=facts["fingerprint"],
+        machine=facts["machine"],
+        chunks=tuple(facts["chunks"]),
+        rows=tuple(facts["rows"]),
+        failed=facts["failed"],
         # Older versions only counted failures.
-        failures=tuple((index, error) for index, error in described.get("failures", ())),
+        failures=tuple((index, error) for index, error in facts.get("failures", ())),
         slots=delta[:entries],
         values=delta[entries:],
-        columns=place_columns(described["columns"], total, offset),
+        columns=place_columns(facts["columns"], total, offset),
     )
 
 
@@ -178,9 +178,9 @@ class FinishedChunks:
     # The left-out files that belong to another job.
     foreign: frozenset[Path] = frozenset()
 
-    def machine(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    def machine(self, current: Mapping[str, Any]) -> Mapping[str, Any]:
         """The machine that the result names: this run's, or that of the first file if no chunk remains."""
-        return own if self.remaining or not self.files else self.files[0].machine
+        return current if self.remaining or not self.files else self.files[0].machine
 
     def add_to(self, ledger: Tensor) -> None:
         """Add the files' deltas to a ledger's vector."""
@@ -204,32 +204,32 @@ def read_journal(
     with a failed sample are left out, so that these chunks are tried again. ``remaining`` are those of the
     ``wanted`` chunks, or of all, that none of these files holds.
     """
-    found: list[JournalFile] = []
+    readable: list[JournalFile] = []
     files = []
     left_out = []
     foreign = set()
-    taken = np.zeros(plan.num_chunks, np.bool_)
+    held = np.zeros(plan.num_chunks, np.bool_)
     sizes = plan.chunk_sizes()
     asked = range(plan.num_chunks) if wanted is None else wanted
     for path in (path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
-            found.append(read_journal_file(path))
+            readable.append(read_journal_file(path))
         except (DualevalError, OSError) as error:
             left_out.append(str(error))
         each()
-    for file in sorted(found, key=lambda file: file.failed > 0):
+    for file in sorted(readable, key=lambda file: file.failed > 0):
         if file.fingerprint != fingerprint:
             foreign.add(file.path)
         retries = file.path.parent == retried
-        reason = _reason_to_leave_out(file, sizes, fingerprint, taken, retries=retries)
+        reason = _reason_to_leave_out(file, sizes, fingerprint, held, retries=retries)
         if reason is None:
             files.append(file)
-            taken[list(file.chunks)] = True
+            held[list(file.chunks)] = True
         elif reason:
             left_out.append(reason)
     return FinishedChunks(
         files=tuple(files),
-        remaining=tuple(chunk for chunk in asked if not taken[chunk]),
+        remaining=tuple(chunk for chunk in asked if not held[chunk]),
         left_out=tuple(left_out),
         foreign=frozenset(foreign),
     )
@@ -239,7 +239,7 @@ def _reason_to_leave_out(
     file: JournalFile,
     sizes: npt.NDArray[np.int64],
     fingerprint: str,
-    taken: npt.NDArray[np.bool_],
+    held: npt.NDArray[np.bool_],
     *,
     retries: bool,
 ) -> str | None:
@@ -252,7 +252,7 @@ def _reason_to_leave_out(
     # Chunk sizes are not in the fingerprint: no number depends on them.
     if chunks.max() >= len(sizes) or not np.array_equal(sizes[chunks], file.rows):
         return f"{file.path} was written by a version of dualeval that divides the data set into other chunks"
-    again = chunks[taken[chunks]]
+    again = chunks[held[chunks]]
     if len(again):
         return f"{file.path} holds chunk {again[0]}, which another file holds already"
     return None

@@ -68,16 +68,16 @@ def files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, result and status first; nobody else's files."""
     names = _names(_files_of_its_task(path))
     stacks = sorted((path / STACKS).glob("rank-[0-9]*.txt"))
-    found = [*(path / name for name in names), *partial_files(path)]
-    return [file for file in [*found, *journal_files(journal_of(path)), *stacks] if file.is_file()]
+    files = [*(path / name for name in names), *partial_files(path)]
+    return [file for file in [*files, *journal_files(journal_of(path)), *stacks] if file.is_file()]
 
 
 def partial_files(path: Path) -> list[Path]:
     """The files that runs have begun to write, those of the lease included."""
     names = "|".join(map(re.escape, [*_names(_files_of_its_task(path)), SAID]))
     name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.{_TOKEN}")
-    found = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
-    return sorted([*found, *(file for file in journal_files(journal_of(path)) if file.suffix == ".partial")])
+    files = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
+    return sorted([*files, *(file for file in journal_files(journal_of(path)) if file.suffix == ".partial")])
 
 
 def journal_files(journal: Path) -> list[Path]:
@@ -159,16 +159,16 @@ class Share:
 
 def job_of_shares(out: Path) -> dict[str, Any] | None:
     """The job.json of all shares; None if a folder holds no shares."""
-    found = job_there(out)
-    return found if isinstance(found.get(COUNT), int) else None
+    job = job_there(out)
+    return job if isinstance(job.get(COUNT), int) else None
 
 
 def folders_of(out: Path) -> list[Path]:
     """The folders of the shares that were begun, in order."""
     job = job_of_shares(out)
-    found = [] if job is None else (out / _SHARES).glob(f"*-of-{job[COUNT]}")
+    folders = [] if job is None else (out / _SHARES).glob(f"*-of-{job[COUNT]}")
     return sorted(
-        (folder for folder in found if _number_of(folder).isdecimal()),
+        (folder for folder in folders if _number_of(folder).isdecimal()),
         key=lambda folder: int(_number_of(folder)),
     )
 
@@ -189,8 +189,8 @@ def unfinished(out: Path) -> str | None:
 
 def refuse_unfinished(out: Path) -> None:
     """Refuse to read a result in a folder whose shares are not joined yet."""
-    if said := unfinished(out):
-        raise UsageError(f"{said}. Type 'dualeval finish {out}' when all are done.")
+    if sentence := unfinished(out):
+        raise UsageError(f"{sentence}. Type 'dualeval finish {out}' when all are done.")
 
 
 def check_idle(out: Path, step: Callable[[], None]) -> None:

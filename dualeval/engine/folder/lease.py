@@ -122,7 +122,7 @@ class Lease:
 
     def _take_over(self, waiting: Callable[[], None]) -> bool:
         """Watch another run's lease; returns False once it is gone, True once this one has replaced it."""
-        own = self.path.with_name(f"{LEASE}.{self.token}")
+        replacement = self.path.with_name(f"{LEASE}.{self.token}")
         watched: bytes | None = None
         since = monotonic()
         while True:
@@ -141,8 +141,8 @@ class Lease:
                 )
             if monotonic() - since >= TAKE_OVER_AFTER_S or (holder is not None and holder.has_ended):
                 # Of several newcomers the last one wins; each of them sees that at its next look.
-                with whole_file(self.path, own):
-                    own.write_bytes(self._content())
+                with whole_file(self.path, replacement):
+                    replacement.write_bytes(self._content())
             else:
                 waiting()
             sleep(LOOK_EVERY_S)
@@ -155,7 +155,7 @@ class Lease:
 def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
     """The folders in which a run is alive; a lease that does not change is watched as by ``take``."""
     watched = {folder: content for folder in folders if (content := _lease_of(folder)) is not None}
-    found, since = [], monotonic()
+    alive, since = [], monotonic()
     while watched and monotonic() - since < TAKE_OVER_AFTER_S:
         for folder, content in [*watched.items()]:
             now = _lease_of(folder)
@@ -163,12 +163,12 @@ def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
             if now is None or (holder is not None and holder.has_ended):
                 del watched[folder]
             elif now != content:
-                found.append(folder)
+                alive.append(folder)
                 del watched[folder]
         step()
         if watched:
             sleep(LOOK_EVERY_S)
-    return found
+    return alive
 
 
 def gone(path: Path, file: str = JOB) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dualeval.atomic_files import writable, write_text
-from dualeval.engine.device.machines import check_kinds_of_parts
+from dualeval.engine.device.machines import check_kinds_in_folder
 from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
@@ -153,7 +153,7 @@ def join_shares(
             f"{out} holds shares of {count}, and this is share {share}. Give --share I/{count}, or another "
             "--out."
         )
-    check_kinds_of_parts(out, [there["machine"]], facts.machine, facts.start_over, mix=mix_machines)
+    check_kinds_in_folder(out, [there["machine"]], facts.machine, facts.start_over, mix=mix_machines)
     return True
 
 
@@ -190,8 +190,8 @@ def read_previous(
     chunks = read_journal(folders, plan, facts.fingerprint, step, retried=journal, wanted=wanted)
     stale = tuple(file for file in layout.journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
-    parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    check_kinds_of_parts(path, parts, chunks.machine(facts.machine), facts.start_over, mix=mix_machines)
+    machines = [file.machine for file in chunks.files] if finished is None else finished.machines
+    check_kinds_in_folder(path, machines, chunks.machine(facts.machine), facts.start_over, mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
@@ -250,12 +250,12 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
     """Check the files beside a result.json against the checksums in it."""
     for name, wanted in result.files.items():
         try:
-            found = checksum_of(path / name, step)
+            checksum = checksum_of(path / name, step)
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
-            said = "is missing" if gone else f"cannot be read: {error.strerror or error}"
-            raise DualevalError(f"{path / name} {said}") from error
-        if found != wanted:
+            problem = "is missing" if gone else f"cannot be read: {error.strerror or error}"
+            raise DualevalError(f"{path / name} {problem}") from error
+        if checksum != wanted:
             raise DualevalError(
                 f"{path / name} is damaged: its content does not fit its checksum in {RESULT}"
             )

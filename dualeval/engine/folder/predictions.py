@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dualeval.atomic_files import whole_file
 from dualeval.columns.ragged import RaggedRows, Rows, TextRows
-from dualeval.engine.folder.windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
+from dualeval.engine.folder.row_windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
 from dualeval.engine.samples.subset import indices_of, texts_of
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.tasks import Dataset, Task

@@ -18,8 +18,8 @@ from dualeval.columns.late import LateColumns
 from dualeval.columns.ragged import Column, Ragged, concatenated, each_part, empty_rows, kind_of, kind_text
 from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
+from dualeval.engine.folder.row_windows import EVALUATED
 from dualeval.engine.folder.stored_rows import MemoryWriter
-from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.values.measured import update
 from dualeval.engine.values.plan import EvalPlan
@@ -41,10 +41,10 @@ class Ledger:
     def __init__(self, plan: EvalPlan, metrics: Sequence[Metric]) -> None:
         self._plan = plan
         self._metrics = tuple(metrics)
-        self._slices: list[slice] = []
+        self._places: list[slice] = []
         start = 3 * plan.num_chunks
         for metric in self._metrics:
-            self._slices.append(slice(start, start + metric.size))
+            self._places.append(slice(start, start + metric.size))
             start += metric.size
         # The vector, 1-d int64 on the CPU.
         self.values = torch.zeros(start, dtype=torch.int64)
@@ -57,12 +57,12 @@ class Ledger:
 
     def update(self, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
         """Add the evaluated samples of consecutive batches to every metric."""
-        for metric, part in zip(self._metrics, self._slices, strict=True):
+        for metric, part in zip(self._metrics, self._places, strict=True):
             update(metric, self.values[part], columns, batches)
 
-    def parts(self) -> list[tuple[Metric, Tensor]]:
+    def slots(self) -> list[tuple[Metric, Tensor]]:
         """Each metric with its slots."""
-        return [(metric, self.values[part]) for metric, part in zip(self._metrics, self._slices, strict=True)]
+        return [(metric, self.values[part]) for metric, part in zip(self._metrics, self._places, strict=True)]
 
     def totals(self) -> tuple[int, int]:
         """Samples evaluated and samples failed, over all chunks."""
@@ -75,10 +75,10 @@ class Ledger:
         folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1)
         sizes = torch.from_numpy(self._plan.chunk_sizes())
         wrong = ((folded != 1) | (evaluated + failed != sizes)).nonzero().flatten().tolist()
-        said = []
+        sentences = []
         for chunk in wrong[:_NAMED_AT_MOST]:
             samples = self._plan.chunk_samples(chunk)
-            said.append(
+            sentences.append(
                 f"chunk {chunk} (samples {samples.start} to {samples.stop - 1}): folded {folded[chunk]} "
                 f"times, {evaluated[chunk]} evaluated and {failed[chunk]} failed of {len(samples)}"
             )
@@ -86,12 +86,12 @@ class Ledger:
             more = f"; and {len(wrong) - _NAMED_AT_MOST} more" if len(wrong) > _NAMED_AT_MOST else ""
             raise ExactlyOnceError(
                 f"{len(wrong)} of {self._plan.num_chunks} chunks were not counted exactly once: "
-                f"{'; '.join(said)}{more}"
+                f"{'; '.join(sentences)}{more}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class HandedBatch:
     """A batch that has been handed out, without its data, which would otherwise stay on the device."""
 
     # Number of its chunk.
@@ -157,27 +157,27 @@ class _Part:
 
     def evaluated(self) -> Tensor:
         """Which rows belong to samples that could be read, bool of shape (rows,)."""
-        found = torch.ones(self.rows, dtype=torch.bool)
+        mask = torch.ones(self.rows, dtype=torch.bool)
         start = 0
         for finished in self.batches:
             if finished.failed:
-                found[[start + row for row in finished.failed]] = False
+                mask[[start + row for row in finished.failed]] = False
             start += finished.rows
-        return found
+        return mask
 
     def columns(self, empty: Mapping[str, Column]) -> dict[str, Column]:
         """All rows; ``empty`` has the columns' dtypes and row shapes."""
-        parts: list[Mapping[str, Column]] = []
+        pieces: list[Mapping[str, Column]] = []
         for is_late, run in groupby(self.batches, key=lambda each: isinstance(each.columns, LateColumns)):
             if is_late:  # of many batches at once
                 first, *others = [cast(LateColumns, finished.columns) for finished in run]
-                parts.append(first.joined(others).made(empty))
+                pieces.append(first.joined(others).made(empty))
                 continue
             for rows, columns, *_ in run:
                 if columns is None:
                     columns = {name: empty_rows(like, rows) for name, like in empty.items()}
-                parts.append(columns)
-        return {name: concatenated([part[name] for part in parts]) for name in empty}
+                pieces.append(columns)
+        return {name: concatenated([piece[name] for piece in pieces]) for name in empty}
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
@@ -259,9 +259,9 @@ class Recorder:
         """The folder of the journal's files; None if nothing is written."""
         return self.writer.folder
 
-    def add(self, work: Work, columns: Mapping[str, Column] | None) -> None:
+    def add(self, handed: HandedBatch, columns: Mapping[str, Column] | None) -> None:
         """Take a batch whose columns (on the CPU) are complete."""
-        batch, samples, failed = work.batch, work.samples, work.failed
+        batch, samples, failed = handed.batch, handed.samples, handed.failed
         check_rows({} if columns is None else columns, batch, samples)
         ragged_bytes = 0
         with self._lock:
@@ -273,11 +273,11 @@ class Recorder:
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
                     self._late_kind = columns.kind if isinstance(columns, LateColumns) else None
-                columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
+                columns, ragged_bytes = self._checked(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
-            if work.is_last:
-                self._finish_chunk(work.chunk)
+            if handed.is_last:
+                self._finish_chunk(handed.chunk)
 
     def _note_failures(self, failed: Sequence[FailedSample]) -> None:
         failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
@@ -285,13 +285,13 @@ class Recorder:
         self._chunk_failures += failures
         self.first_failed = min(failures[0], self.first_failed or failures[0])
 
-    def _taken(
+    def _checked(
         self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
     ) -> tuple[Mapping[str, Column], int]:
         """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
         if isinstance(columns, LateColumns) and columns.kind == self._late_kind:
             return columns, 0
-        taken: dict[str, Column] = {}
+        used: dict[str, Column] = {}
         ragged_bytes = 0
         for name, like in kinds.items():
             column = columns.get(name)
@@ -301,18 +301,18 @@ class Recorder:
                 and column.shape[1:] == like.shape[1:]
             )
             if column is None or not (is_alike or kind_of(column) == kind_of(like)):
-                found = "is not there" if column is None else f"is {kind_text(column)}"
+                problem = "is not there" if column is None else f"is {kind_text(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {kind_text(like)}: each "
+                    f"{problem}, and in the first batch it was {kind_text(like)}: each "
                     "batch must give the same columns, of the same dtype and row shape"
                 )
             if isinstance(column, Ragged):
-                taken[name] = each_part(_with_own_memory, column)
+                used[name] = each_part(_with_own_memory, column)
                 ragged_bytes += column.values.nbytes
             else:
-                taken[name] = _with_own_memory(column)
-        return taken, ragged_bytes
+                used[name] = _with_own_memory(column)
+        return used, ragged_bytes
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualeval.backends.base import Backend
 from dualeval.columns.ragged import Column, Rows, offsets_of, rows_of
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
-from dualeval.engine.folder.windows import (
+from dualeval.engine.folder.row_windows import (
     WINDOW_ROWS,
     RowsOfChunks,
     describe_columns,
@@ -157,10 +157,10 @@ class StoredRows:
         wanted = np.unique(np.asarray(places, np.int64))
         with self._opened() as file:
             for number, rows in _groups(file):
-                own = wanted[(wanted >= rows.start) & (wanted < rows.stop)]
-                if len(own):
-                    found = file.read_row_group(number).take(pyarrow.array(own - rows.start)).to_pylist()
-                    yield from zip(own.tolist(), found, strict=True)
+                part = wanted[(wanted >= rows.start) & (wanted < rows.stop)]
+                if len(part):
+                    dicts = file.read_row_group(number).take(pyarrow.array(part - rows.start)).to_pylist()
+                    yield from zip(part.tolist(), dicts, strict=True)
 
     @property
     def _but_ids(self) -> list[str]:
@@ -304,35 +304,35 @@ class MemoryWriter:
         """Keep the rows of finished chunks; arguments as for ``JournalWriter``."""
         self.failures += failures
         if self._keeps:
-            described, arrays = describe_columns(columns)
-            self.written.append(({"chunks": list(chunks), "rows": list(rows), "columns": described}, arrays))
+            entries, arrays = describe_columns(columns)
+            self.written.append(({"chunks": list(chunks), "rows": list(rows), "columns": entries}, arrays))
 
 
 def collect_rows(
     writer: object, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
 ) -> list[MemoryRows]:
     """Bring the rows in all ranks' memory to rank 0, one part of each rank a round. A collective."""
-    found, parts = [], []
+    collected, waiting = [], []
     if isinstance(writer, MemoryWriter):
-        parts, writer.written = writer.written[::-1], []
+        waiting, writer.written = writer.written[::-1], []
     for _ in range(rounds):
-        header, arrays = parts.pop() if parts else (None, [])
+        header, arrays = waiting.pop() if waiting else (None, [])
         pieces = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays]
         content = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
         del arrays, pieces
         headers = backend.gather_json(header) or []
         contents = backend.gather(content) or []
-        for rank, (described, values) in enumerate(zip(headers, contents, strict=True)):
-            if described is not None:
-                rows = tuple(described["rows"])
-                found.append(
+        for rank, (facts, values) in enumerate(zip(headers, contents, strict=True)):
+            if facts is not None:
+                rows = tuple(facts["rows"])
+                collected.append(
                     MemoryRows(
                         path=Path(f"the memory of rank {rank}"),
-                        chunks=tuple(described["chunks"]),
+                        chunks=tuple(facts["chunks"]),
                         rows=rows,
-                        columns=place_columns(described["columns"], sum(rows), 0),
+                        columns=place_columns(facts["columns"], sum(rows), 0),
                         content=values.numpy(),
                     )
                 )
         step()
-    return found
+    return collected

@@ -157,14 +157,14 @@ class Hasher:
 
     def _by_type(self, value: Any) -> bytes:
         # Never isinstance: that asks an object for its __class__.
-        own = type(value)
+        kind = type(value)
         for kinds, rule in self._rules:
-            if issubclass(own, kinds):
-                exact = own in _EXACT or issubclass(own, type)
+            if issubclass(kind, kinds):
+                exact = kind in _EXACT or issubclass(kind, type)
                 content = rule(self, value)
                 return content if exact else self._with_attributes(value, content)
-        if issubclass(own, BY_TYPE_ALONE):
-            return sha256_of("type", name_of(own))
+        if issubclass(kind, BY_TYPE_ALONE):
+            return sha256_of("type", name_of(kind))
         return self._with_attributes(value, b"")
 
     # -- what holds other values -----------------------------------------------------------------------
@@ -337,8 +337,8 @@ class SampleHasher(Hasher):
         if issubclass(type(value), PurePath):
             return sha256_of("sample's path", value.as_posix().encode("utf-8", "surrogatepass"))
         if issubclass(type(value), (datetime.date, uuid.UUID)):
-            said = str(value) if issubclass(type(value), uuid.UUID) else value.isoformat()
-            return sha256_of(f"sample's {type(value).__name__}", said.encode())
+            text = str(value) if issubclass(type(value), uuid.UUID) else value.isoformat()
+            return sha256_of(f"sample's {type(value).__name__}", text.encode())
         return super().digest(value)
 
     def attributes(self, attributes: Mapping[str, Any]) -> bytes:
@@ -371,8 +371,8 @@ def _cell_content(cell: Any) -> Any:
 
 def _put_into(kind: type) -> list[FunctionType]:
     """The user's functions that were put into a class later: its source does not define them."""
-    found = [(name, value) for name, value in sorted(vars(kind).items()) if type(value) is FunctionType]
-    put_in = [value for name, value in found if value.__qualname__ != f"{kind.__qualname__}.{name}"]
+    functions = [(name, value) for name, value in sorted(vars(kind).items()) if type(value) is FunctionType]
+    put_in = [value for name, value in functions if value.__qualname__ != f"{kind.__qualname__}.{name}"]
     return [
         value for value in put_in if "<" not in value.__qualname__ and is_own(value) and has_source(value)
     ]

@@ -168,9 +168,9 @@ def _holds_values(value: Any) -> bool:
     return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
 
 
-def _as_json(said: Any, whose: str) -> Any:
+def _as_json(value: Any, whose: str) -> Any:
     try:
-        return json.loads(json.dumps(said, allow_nan=False))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"the fingerprint() of {whose} returned a value that is not JSON: {error}. Return numbers, text, "
@@ -180,9 +180,9 @@ def _as_json(said: Any, whose: str) -> Any:
 
 def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     """What a metric's values depend on: its ``fingerprint()``, or else its class and attributes."""
-    own = getattr(metric, "fingerprint", None)
-    if callable(own):
-        return _as_json(own(), f"metric {metric.name!r}")
+    fingerprint = getattr(metric, "fingerprint", None)
+    if callable(fingerprint):
+        return _as_json(fingerprint(), f"metric {metric.name!r}")
     hasher = ModelHasher()
     named = name_of(type(metric)).decode()
     if isinstance(metric, nn.Module):
@@ -203,7 +203,7 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
     """
     items: dict[Any, None] = {kind: None for item in objects for kind in class_of(item).__mro__}
     items |= dict.fromkeys(filter(_is_function, map(_innermost, functions)))
-    found: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     for item in items:
         if not is_own(item) or not has_source(item):
             continue
@@ -213,16 +213,16 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         kept = {
             name: value
             for name, value in pairs
-            if (own := name.rpartition(".")[2]) not in left_out and not is_incidental(own)
+            if (last := name.rpartition(".")[2]) not in left_out and not is_incidental(last)
         }
         name = name_of(item).decode()
-        while kept and name in found:  # classes made by one function, or lambdas in one place
+        while kept and name in values:  # classes made by one function, or lambdas in one place
             name += "'"
         if kept:
-            found[name] = kept
-    if sum(map(len, found.values())) > _MOST_SHOWN:
-        return {name: short_hex(hasher.digest(read)) for name, read in found.items()}
-    return {name: {key: shown(value, hasher) for key, value in read.items()} for name, read in found.items()}
+            values[name] = kept
+    if sum(map(len, values.values())) > _MOST_SHOWN:
+        return {name: short_hex(hasher.digest(read)) for name, read in values.items()}
+    return {name: {key: shown(value, hasher) for key, value in read.items()} for name, read in values.items()}
 
 
 def shown(value: Any, hasher: Hasher) -> Any:
@@ -306,9 +306,9 @@ def _is_pythons(name: str) -> bool:
 
 def _written(code: CodeType) -> set[str]:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = {
+    names = {
         str(step.argval)
         for step in dis.get_instructions(code)
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
     }
-    return own.union(*map(_written, inner))
+    return names.union(*map(_written, inner))

@@ -80,9 +80,9 @@ class ModelHasher(Hasher):
         if not issubclass(type(value), nn.Module):
             return None
         parts = [_own_tensors(value), list(value._modules.values())]
-        return self.combined("module", [self.said_by(value), *parts])
+        return self.combined("module", [self.digests_by_value(value), *parts])
 
-    def said_by(self, module: nn.Module) -> dict[str, bytes]:
+    def digests_by_value(self, module: nn.Module) -> dict[str, bytes]:
         """The digests of a module without its parts: class, names of parts, hooks, each value."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
@@ -91,11 +91,11 @@ class ModelHasher(Hasher):
             kind, values = "script", {"text": self._script(module)}
         else:
             values = {name: self.digest(value) for name, value in values_of(module).items()}
-        own = {
+        of_class = {
             "__class__": self.combined("own", [kind, children, absent]),
             "(hooks)": self.combined("hooks", _hooks(module)),
         }
-        return {**values, **own}
+        return {**values, **of_class}
 
     def _script(self, module: Any) -> bytes:
         compiled = module._c
@@ -162,18 +162,18 @@ def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, st
     for name, module in model.named_modules():
         # The class of a copied trace is not that of the trace.
         kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module).__qualname__
-        for said, digest in sorted(hasher.said_by(module).items()):
-            group = f"{kind.rpartition('.')[2]}.{said}"
+        for attribute, digest in sorted(hasher.digests_by_value(module).items()):
+            group = f"{kind.rpartition('.')[2]}.{attribute}"
             group = group if group in groups or len(groups) < _MOST_NAMED else "others"
-            groups.setdefault(group, hashlib.sha256()).update(f"{name}.{said}\0".encode() + digest)
+            groups.setdefault(group, hashlib.sha256()).update(f"{name}.{attribute}\0".encode() + digest)
     return {name: short_hex(digest.digest()) for name, digest in groups.items()}
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, str]]:
     """Further names of modules that a model holds more than once, each with the first name."""
     first = {id(module): name for name, module in model.named_modules()}
-    found = model.named_modules(remove_duplicate=False)
-    return [(name, first[id(module)]) for name, module in found if first[id(module)] != name]
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, first[id(module)]) for name, module in modules if first[id(module)] != name]
 
 
 def _names(model: nn.Module) -> dict[str, Any]:

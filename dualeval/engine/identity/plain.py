@@ -137,9 +137,9 @@ def is_incidental(name: str) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """An object's ``__dict__`` and slots, without ignored names and without computed attributes."""
-    found = own_attributes(value)
-    left_out = {*ignored_by(type(value)), *_names_in(found.get(IGNORES, ()), type(value))}
-    return {name: item for name, item in found.items() if name not in left_out}
+    attributes = own_attributes(value)
+    left_out = {*ignored_by(type(value)), *_names_in(attributes.get(IGNORES, ()), type(value))}
+    return {name: item for name, item in attributes.items() if name not in left_out}
 
 
 def ignored_by(kind: type) -> set[str]:

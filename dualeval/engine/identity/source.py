@@ -53,14 +53,14 @@ class _Source:
     @cached_property
     def imported(self) -> list[tuple[int, str, list[str]]]:
         """The text's imports: level of a relative import, module, and names that may be modules in it."""
-        found: list[tuple[int, str, list[str]]] = []
+        imports: list[tuple[int, str, list[str]]] = []
         with suppress(SyntaxError):  # changed since it was imported
             for node in ast.walk(ast.parse(self.text or "")):
                 if isinstance(node, ast.Import):
-                    found += [(0, each.name, []) for each in node.names]
+                    imports += [(0, each.name, []) for each in node.names]
                 elif isinstance(node, ast.ImportFrom):
-                    found.append((node.level, node.module or "", [each.name for each in node.names]))
-        return found
+                    imports.append((node.level, node.module or "", [each.name for each in node.names]))
+        return imports
 
 
 _sources: dict[str, _Source] = {}
@@ -73,12 +73,12 @@ def _source(name: str) -> _Source:
     mark = space.get("__spec__") or loaded
     known = _sources.get(name)
     if known is None or known.mark is not mark:
-        place = (space.get("__file__"), space.get("__path__") or ()) if loaded else _found(name)
+        place = (space.get("__file__"), space.get("__path__") or ()) if loaded else _place_of(name)
         known = _sources[name] = _Source(name, mark, *place)
     return known
 
 
-def _found(name: str) -> tuple[str | None, Iterable[str]]:
+def _place_of(name: str) -> tuple[str | None, Iterable[str]]:
     """The file and the folders of a module that is not loaded, found without importing it."""
     parent = name.rpartition(".")[0]
     folders = _source(parent).folders if parent else None
@@ -140,26 +140,26 @@ def names_in(code: CodeType) -> set[str]:
 
 def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) -> dict[str, dict[str, str]]:
     """Hashes of the user's modules that are used, and of libraries; ``code`` adds digests by module."""
-    parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
+    modules = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
     libraries = defaultdict[str, list[bytes]](list)
     for name, text in _reached(used).items():
-        parts[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
+        modules[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
     for name in sorted({*used, *code}):
-        found = _source(name)
+        source = _source(name)
         # Sorted: a model may hold its modules in another order.
         digests = sorted(code.get(name, ()))
         if name.partition(".")[0] == _OWN_PACKAGE:
-            parts[_OWN_PACKAGE] += digests
-        elif found.library is None:
-            parts[module_name(name)] += digests
+            modules[_OWN_PACKAGE] += digests
+        elif source.library is None:
+            modules[module_name(name)] += digests
         else:
-            libraries[found.library] += [
+            libraries[source.library] += [
                 name.encode(),
-                (found.text or "").encode("utf-8", "surrogateescape"),
+                (source.text or "").encode("utf-8", "surrogateescape"),
                 *digests,
             ]
     return {
-        "source": {name: _hash(found) for name, found in parts.items() if found},
+        "source": {name: _hash(digests) for name, digests in modules.items() if digests},
         "libraries": {
             name: f"{version} {_hash(libraries[library])}".strip()
             for library in libraries
@@ -215,8 +215,8 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1) if all(parts))
+    words = name.split(".")
+    return (".".join(words[:count]) for count in range(1, len(words) + 1) if all(words))
 
 
 def _held(name: str) -> Iterator[str]:

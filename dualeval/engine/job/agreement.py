@@ -153,8 +153,8 @@ def _check_samples(
     """Check that ranks on one kind of machine read the same samples; random samples are not compared."""
     for rank, probe in enumerate(probes):
         first = machines.index(machines[rank])
-        for place, found in probe.items():
-            if None not in (found, probes[first][place]) and found != probes[first][place]:
+        for place, digest in probe.items():
+            if None not in (digest, probes[first][place]) and digest != probes[first][place]:
                 raise UsageError(
                     f"sample {name_of(evaluation.dataset, int(place))} is a different one on rank {rank} on "
                     f"{hosts[rank]} than on rank {first} on {hosts[first]}. {_WHOLE}. If its __getitem__ "
@@ -209,14 +209,14 @@ def check_same_job(
             )
 
 
-def _samples_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+def _samples_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:
     """A sentence if ranks have different samples; else empty."""
-    return f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in found} else ""
+    return f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in differing} else ""
 
 
-def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+def _weights_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:
     """A sentence if ranks have loaded different weights; else empty."""
-    if not any(name.partition(".")[0] == "weights" for name, _, _ in found):
+    if not any(name.partition(".")[0] == "weights" for name, _, _ in differing):
         return ""
     return (
         " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not the "
@@ -227,11 +227,11 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
 
 def _check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], backend: Backend) -> None:
     """Refuse, on rank 0, an id that several samples have, by the hashes of all ranks. A collective."""
-    ordered, parts = np.sort(hashes), -(-samples // _AT_ONCE)
-    ends = np.searchsorted(ordered, np.array([(part << 64) // parts for part in range(1, parts)], np.uint64))
+    ordered, rounds = np.sort(hashes), -(-samples // _AT_ONCE)
+    ends = np.searchsorted(ordered, np.array([(one << 64) // rounds for one in range(1, rounds)], np.uint64))
     twice: dict[str, int] = {}
-    for own in np.split(ordered.view(np.int64), ends):
-        of_ranks = backend.gather(torch.from_numpy(own))
+    for rank_hashes in np.split(ordered.view(np.int64), ends):
+        of_ranks = backend.gather(torch.from_numpy(rank_hashes))
         if of_ranks is not None and not twice:
             ids = (str(name) for block in blocks_of(samples) for name in ids_of(dataset, block))
             twice = repeated(torch.cat(of_ranks).numpy().view(np.uint64), ids)
@@ -262,12 +262,12 @@ def _contents_fingerprint(
         control.progress.step(Stage.SETUP)
         least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
     control.meet()
-    own = least.clone()
+    hashes = least.clone()
     # Two short reductions at any number of ranks: a list of each rank's hashes would take megabytes.
     least, most = backend.all_reduce(least, op="min"), backend.all_reduce(most, op="max")
     differing = (least != most).any(dim=1).nonzero().flatten().tolist()
     if differing:
-        _refuse(dataset, blocks, differing, own, backend)
+        _refuse(dataset, blocks, differing, hashes, backend)
     return hashlib.sha256(least.numpy().tobytes()).hexdigest()
 
 
@@ -284,17 +284,17 @@ def _hash_of(read: Callable[[range], str], block: range) -> bytearray:
 
 
 def _refuse(
-    dataset: Dataset, blocks: list[range], differing: list[int], own: torch.Tensor, backend: Backend
+    dataset: Dataset, blocks: list[range], differing: list[int], hashes: torch.Tensor, backend: Backend
 ) -> None:
     """Raise an error that names the hosts with other contents. A collective."""
-    words = own[differing[0]].tolist()
+    words = hashes[differing[0]].tolist()
     everyone = backend.all_gather_json([socket.gethostname(), words])
     unread = torch.iinfo(torch.int64).max  # by that rank: another rank of its node has read it
     readers = {
-        f"{host} (rank {rank})": found for rank, (host, found) in enumerate(everyone) if found[0] != unread
+        f"{host} (rank {rank})": there for rank, (host, there) in enumerate(everyone) if there[0] != unread
     }
     first, *_ = readers
-    others = [reader for reader, found in readers.items() if found != readers[first]]
+    others = [reader for reader, there in readers.items() if there != readers[first]]
     block = blocks[differing[0]]
     raise UsageError(
         f"the data set has different contents on {', '.join(others[:_NAMED_AT_MOST])} than on {first}: "

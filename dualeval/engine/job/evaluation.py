@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dualeval.columns.ragged import Column, Text, kind_text, parts_of
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.folder.row_windows import EVALUATED
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.samples.samples import HuggingFaceSamples
 from dualeval.engine.values.measured import kept_columns
@@ -80,8 +80,8 @@ class Evaluation:
     @property
     def measures(self) -> list[Metric | RowMetric]:
         """The metrics that give numbers: some only warn."""
-        given: list[Metric | RowMetric] = [*self.metrics, *self.row_metrics]
-        return [metric for metric in given if metric.name not in _ONLY_WARN]
+        metrics: list[Metric | RowMetric] = [*self.metrics, *self.row_metrics]
+        return [metric for metric in metrics if metric.name not in _ONLY_WARN]
 
     @property
     def added(self) -> DataColumns | None:
@@ -96,14 +96,14 @@ class Evaluation:
     def warnings(self) -> list[str]:
         """Warnings for the result."""
         kept = _kept_of(getattr(self.dataset, "whole", self.dataset))
-        parts = () if kept is None else kept.train_beside_test()
-        said = [
+        splits = () if kept is None else kept.train_beside_test()
+        sentences = [
             f"the column {name} of the data has {rows}, and all parts are evaluated: --by {name} gives "
             "metrics of each; for one part alone give --data a table of its rows"
-            for name, rows in parts
+            for name, rows in splits
             if name not in columns_of_groups(self.run.options.by)
         ]
-        return said if self.measures else [_NO_METRICS, *said]
+        return sentences if self.measures else [_NO_METRICS, *sentences]
 
 
 def plan_of(dataset: Dataset, run: Run) -> EvalPlan:
@@ -125,11 +125,11 @@ def evaluation_of(
     chosen = chosen_metrics(options.metric, task.metrics(), (*rows, *task.on_request))
     metrics, row_metrics = split_by_kind(chosen)
     cluster = options.cluster or task.cluster
-    own = kept_columns(rows, metrics, row_metrics)
+    row_columns = kept_columns(rows, metrics, row_metrics)
     step = partial(run.control.progress.step, Stage.SETUP)
-    data, notes = _data_columns_of(task, dataset, options, (*own, *task.on_request), step)
+    data, notes = _data_columns_of(task, dataset, options, (*row_columns, *task.on_request), step)
     run.note_all(notes)
-    columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
+    columns = tuple(dict.fromkeys((*row_columns, *(data.names if data else ()), *filter(None, [cluster]))))
     _check_by(task, options.by, columns)
     _check_names(chosen, columns)
     if task.on_request:
@@ -193,9 +193,9 @@ class DataColumns:
 
     def of(self, samples: range) -> dict[str, Column]:
         """The columns of consecutive samples."""
-        found = self.read(samples)
+        values = self.read(samples)
         return {
-            name: Text(found[name]) if isinstance(found[name], list) else torch.from_numpy(found[name])
+            name: Text(values[name]) if isinstance(values[name], list) else torch.from_numpy(values[name])
             for name in self.names
         }
 
@@ -208,13 +208,13 @@ class DataColumns:
                 for part in parts_of(column):
                     hashes[name].update(np.ascontiguousarray(part.numpy()).data)
             step()
-        return {name: found.hexdigest() for name, found in hashes.items()}
+        return {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
 def _data_columns_of(
-    task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str], step: Callable[[], None]
+    task: Task, dataset: Dataset, options: RunOptions, used: Collection[str], step: Callable[[], None]
 ) -> tuple[DataColumns | None, list[str]]:
-    """Choose the data's columns to keep beside those ``taken``; returns them, and notes for the user."""
+    """Choose the data's columns to keep beside those ``used``; returns them, and notes for the user."""
     asked = [name for name in options.keep if name != NO_COLUMN]
     also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
     whole: Any = getattr(dataset, "whole", dataset)
@@ -225,14 +225,14 @@ def _data_columns_of(
     left_out = {} if kept is None else kept.left_out
     if not there and not left_out and not asked:
         return None, []
-    taken = {*taken, *RESERVED, *_names_of_texts(task, taken)}
+    used = {*used, *RESERVED, *_names_of_texts(task, used)}
     for name in asked:
-        _check(name, there, left_out, taken)
+        _check(name, there, left_out, used)
     wanted = {*asked, *also} if options.keep else {*there}
-    names = tuple(name for name in there if name in wanted and name not in taken)
-    said = {name: "the rows have a column of this name" for name in there if name in taken}
+    names = tuple(name for name in there if name in wanted and name not in used)
+    in_rows = {name: "the rows have a column of this name" for name in there if name in used}
     notes = [
-        f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **said}.items()
+        f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **in_rows}.items()
     ]
     if not names:
         return None, [] if options.keep else notes
@@ -252,7 +252,7 @@ def _kept_of(dataset: Any) -> KeptColumns | None:
     return kept if isinstance(kept, KeptColumns) else None
 
 
-def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], taken: Collection[str]) -> None:
+def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], used: Collection[str]) -> None:
     from dualeval.columns.of_data import NOT_NAMED
 
     if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
@@ -262,7 +262,7 @@ def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], tak
     if name not in there:
         has = f"it has {', '.join((*there, *left_out))}" if there or left_out else "it has none of its own"
         raise UsageError(f"--keep {name}: the data has no such column; {has}.")
-    if name in taken:
+    if name in used:
         raise UsageError(
             f"--keep {name}: the rows have a column of this name, which is not the data's. Rename the data's."
         )
@@ -286,13 +286,13 @@ def _whole(
     further = FurtherColumns(names, keep=names)
     for first in range(0, count, _AT_ONCE):
         samples = range(first, min(first + _AT_ONCE, count))
-        found = _read(dataset, samples)
-        if absent := [name for name in names if name not in found]:
+        columns = _read(dataset, samples)
+        if absent := [name for name in names if name not in columns]:
             raise UsageError(
                 f"columns(indices) of {_kind(dataset)} gives no {absent[0]!r} for samples {first} to "
                 f"{samples.stop - 1}: give the same columns for all samples"
             )
-        further.take(found)
+        further.take(columns)
         step()
     kept = further.kept()
     for name, why in kept.left_out.items():
@@ -305,15 +305,15 @@ def _whole(
 
 def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
     """A data set's columns for some of its samples, as Python values."""
-    found = dataset.columns(samples)  # type: ignore[attr-defined]
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+    reply = dataset.columns(samples)  # type: ignore[attr-defined]
+    if not isinstance(reply, Mapping) or not all(isinstance(name, str) for name in reply):
         raise UsageError(
-            f"{_kind(dataset)}.columns(indices) returned a {type(found).__name__}, expected a dict of values "
+            f"{_kind(dataset)}.columns(indices) returned a {type(reply).__name__}, expected a dict of values "
             "by the names of columns, which are texts, one value per sample. Mend it, or give it another "
             "name."
         )
     columns = {}
-    for name, values in found.items():
+    for name, values in reply.items():
         plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
         if not isinstance(plain, Sequence) or isinstance(plain, str) or len(plain) != len(samples):
             entries = f" of {len(plain)} entries" if isinstance(plain, Sequence) else ""

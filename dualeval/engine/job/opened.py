@@ -63,9 +63,9 @@ class Opened:
         """
         if self.reference is None:
             return result
-        found = self.reference.compare(windows, dataset, result, step)
-        said = [f"not compared with {found['folder']}: {found['problem']}"] if "problem" in found else []
-        return replace(result, reference=found, warnings=[*result.warnings, *said])
+        report = self.reference.compare(windows, dataset, result, step)
+        notes = [f"not compared with {report['folder']}: {report['problem']}"] if "problem" in report else []
+        return replace(result, reference=report, warnings=[*result.warnings, *notes])
 
 
 def open_rows(evaluation: Evaluation, facts: JobFacts) -> Opened:

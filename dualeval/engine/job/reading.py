@@ -26,18 +26,18 @@ def read_alone(
     workers = min(evaluation.run.workers, 1)
     feed = Feed(reader_of(evaluation), several, workers=workers, device=evaluation.run.device)
     try:
-        reading, found = iter(feed), []
+        reading, batches = iter(feed), []
         for place in range(len(several)):
             step(place)
-            found.append(next(reading))
+            batches.append(next(reading))
     finally:
         feed.close()
     if notes is not None:
         notes += feed.notes
-    failed = [sample for _, samples in found for sample in samples]
+    failed = [sample for _, samples in batches for sample in samples]
     if failed and evaluation.run.options.on_error == "stop":
         raise unreadable(evaluation.dataset, failed[0])
-    return found
+    return batches
 
 
 def compute_alone(
@@ -58,13 +58,13 @@ def reader_of(evaluation: Evaluation) -> Reader:
 
 def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:
     """The error about a sample that cannot be read."""
-    said = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
+    text = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
     if skips:
         return UsageError(
-            f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
+            f"none of the first samples can be read, so nothing is left out: {text}Fix the data."
         )
     refusal = UsageError(
-        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them. "
+        f"{text}Repair or remove it, or run with --on-error skip to leave such samples out and list them. "
         "(That is another job: then give another --out, too.)"
     )
     keep_own_code(refusal, sample.own_code)

@@ -71,8 +71,8 @@ class Reference:
         stop = 0
         for window in self.rows.windows(self.rows.names[:1], with_ids=True):
             stop = window.start + len(window.ids)
-            own = ids_of(evaluation.dataset, range(window.start, min(stop, count)))
-            for place, (here, there) in enumerate(zip(own, window.ids, strict=False), window.start):
+            ids = ids_of(evaluation.dataset, range(window.start, min(stop, count)))
+            for place, (here, there) in enumerate(zip(ids, window.ids, strict=False), window.start):
                 if here != there:
                     self._refuse_samples(f"sample {place} is {there!r} there, {here!r} here")
             step()
@@ -82,16 +82,16 @@ class Reference:
             "data": {"fingerprint": facts.job["data"], "contents": facts.job["contents"]},
             "job": {**evaluation.run.job, **evaluation.task.options()},
         }
-        if said := differing_fingerprints(this_run, vars(self.result)):
+        if unlike := differing_fingerprints(this_run, vars(self.result)):
             raise UsageError(
                 f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
-                f"differ in {said}. Evaluate both over the same data, or compare the two runs afterwards: "
+                f"differ in {unlike}. Evaluate both over the same data, or compare the two runs afterwards: "
                 f"'dualeval compare {self.folder} RUN --trust-ids'."
             )
 
-    def _refuse_samples(self, said: str) -> NoReturn:
+    def _refuse_samples(self, problem: str) -> NoReturn:
         raise UsageError(
-            f"--reference {self.folder} is a run over different samples, or in a different order: {said}. "
+            f"--reference {self.folder} is a run over different samples, or in a different order: {problem}. "
             "Evaluate both over the same samples (--data, --limit, or --sample and --seed); 'dualeval "
             f"compare {self.folder} RUN' pairs samples by id afterwards, and says how many are in both."
         )
@@ -101,27 +101,27 @@ class Reference:
     ) -> dict[str, Any]:
         """The comparison of another run's rows with this one's, for its result; says if these are gone."""
         names = ("metrics_digest", "fingerprint")
-        found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
+        reference = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
         compared = _Compared()
         try:
-            for own in windows:
-                there = self.rows.batch(range(own.start, own.start + len(own.evaluated)))
-                compared.add(own, there, dataset)
+            for here in windows:
+                there = self.rows.batch(range(here.start, here.start + len(here.evaluated)))
+                compared.add(here, there, dataset)
                 step()
         except DualevalError as error:
-            return {**found, "problem": str(error)}
-        return {**found, "differs_in": self._differs_in(result), **compared.to_json()}
+            return {**reference, "problem": str(error)}
+        return {**reference, "differs_in": self._differs_in(result), **compared.to_json()}
 
     def _differs_in(self, result: Result) -> dict[str, list[Any]]:
         """The options that differ, each with its value in the reference and in the run at hand."""
         # A tuple in the job is a list in the file.
         there, here = self.result.job, json.loads(json.dumps(result.job))
         names = there.keys() & here.keys() - {*_NOT_NAMED}
-        found = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
+        options = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
         weights = [one.get("fingerprint") for one in (self.result.weights, result.weights)]
         if weights[0] != weights[1]:
-            found["weights_fingerprint"] = weights
-        return dict(sorted(found.items()))
+            options["weights_fingerprint"] = weights
+        return dict(sorted(options.items()))
 
 
 class _Compared:
@@ -135,23 +135,23 @@ class _Compared:
         self._prediction: str | None = None
         self._first_changed: list[str] = []
 
-    def add(self, own: Window, there: Window, dataset: Dataset) -> None:
+    def add(self, here: Window, there: Window, dataset: Dataset) -> None:
         """Compare the rows of the same samples."""
-        both = own.evaluated & there.evaluated
+        both = here.evaluated & there.evaluated
         places = np.flatnonzero(both)
         self._counts.update(
             samples=len(places),
             here=int((there.evaluated & ~both).sum()),
-            there=int((own.evaluated & ~both).sum()),
-            both=int((~own.evaluated & ~there.evaluated).sum()),
+            there=int((here.evaluated & ~both).sum()),
+            both=int((~here.evaluated & ~there.evaluated).sum()),
         )
         if not len(places):
             return
 
         def name(place: int) -> str:
-            return dataset.id(own.start + int(places[place]))
+            return dataset.id(here.start + int(places[place]))
 
-        pairs = self._pairs(_rows_of(own, both), _rows_of(there, both))
+        pairs = self._pairs(_rows_of(here, both), _rows_of(there, both))
         changed = {}
         for column, pair in pairs.items():
             difference = self._columns.setdefault(column, Difference.of(pair[0]))
@@ -167,18 +167,18 @@ class _Compared:
             became = {"became_right": is_right & ~was_right, "became_wrong": ~is_right & was_right}
             self._counts.update({name: int(chosen.sum()) for name, chosen in became.items()})
 
-    def _pairs(self, own: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
+    def _pairs(self, here: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
         """The rows of each column that can be compared; notes why the others cannot."""
-        found = {}
-        for name in dict.fromkeys((*own, *there)):
-            if name not in own or name not in there:
-                self._not_compared[name] = f"only in {'this run' if name in own else 'the reference'}"
-            elif (pair := as_one_kind(own[name], there[name])) is not None:
-                found[name] = pair
+        pairs = {}
+        for name in dict.fromkeys((*here, *there)):
+            if name not in here or name not in there:
+                self._not_compared[name] = f"only in {'this run' if name in here else 'the reference'}"
+            elif (pair := as_one_kind(here[name], there[name])) is not None:
+                pairs[name] = pair
             else:
-                one, other = kind_text(own[name]), kind_text(there[name])
+                one, other = kind_text(here[name]), kind_text(there[name])
                 self._not_compared[name] = f"{one} in this run, {other} in the reference"
-        return found
+        return pairs
 
     def to_json(self) -> dict[str, Any]:
         counts = self._counts

@@ -27,7 +27,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
-from dualeval.engine.folder.recorder import Work
+from dualeval.engine.folder.recorder import HandedBatch
 from dualeval.engine.job.evaluation import Evaluation, plan_of
 from dualeval.engine.job.reading import compute_alone, unreadable
 from dualeval.engine.job.run_state import Run
@@ -41,7 +41,7 @@ from dualeval.options.choices import COMPILE
 from dualeval.result import TimedStage
 from dualeval.tasks import Dataset, Task
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 # Samples that are computed to learn the columns, and batches that are searched for readable ones.
 _FEW = 2
@@ -63,8 +63,8 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         lasting, widest = Lasting(evaluation.model), Widest()
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop, compute, widest)
-            for work, data in loop.read():
-                under_way.start(work, compute.start, data)
+            for handed, data in loop.read():
+                under_way.start(handed, compute.start, data)
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times[TimedStage.COMPUTE] = under_way.compute_s
@@ -84,8 +84,8 @@ def _of_widest(evaluation: Evaluation, widest: Widest, seconds: float) -> tuple[
     batches = max(widest.batches, 1)
     if is_short(seconds * ALONE / batches, ALONE, batches * evaluation.plan.batch_size):
         with suppress(Exception):  # some models want batches of one size
-            said, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
-            return ([], [LATER]) if is_other else (said, [])
+            warnings, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
+            return ([], [LATER]) if is_other else (warnings, [])
     return [], []
 
 
@@ -100,33 +100,33 @@ class UnderWay:
         self._waits = compute.ahead > 0
         # While a GPU computes, this thread sleeps; on a CPU the watch sees the threads compute.
         self._stage = Stage.FORWARD if evaluation.run.device.type == "cpu" else Stage.DEVICE
-        self._batches: deque[tuple[Work, Pending | None]] = deque()
+        self._batches: deque[tuple[HandedBatch, Pending | None]] = deque()
         self._widest = widest
         # Seconds spent on starting batches and waiting for them.
         self.compute_s = 0.0
 
-    def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
+    def start(self, handed: HandedBatch | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
         """Start a batch; ``data`` is None if none of its samples could be read."""
         start = perf_counter()
-        if work is not None and data is not None and self._widest is not None:
-            self._widest.see(work.samples, data)
+        if handed is not None and data is not None and self._widest is not None:
+            self._widest.see(handed.samples, data)
         pending = None if data is None else begin(data)
-        if work is not None:
-            self._batches.append((work, pending))
+        if handed is not None:
+            self._batches.append((handed, pending))
         self.compute_s += perf_counter() - start
 
     def count(self, *, all_but: int = 0) -> None:
         """Wait for the oldest batches and count them, until ``all_but`` are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
-            work, pending = self._batches.popleft()
+            handed, pending = self._batches.popleft()
             if self._waits:
-                self._progress.step(self._stage, work.chunk)
+                self._progress.step(self._stage, handed.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
-            if self._widest is not None and work.samples is self._widest.samples and not work.failed:
+            if self._widest is not None and handed.samples is self._widest.samples and not handed.failed:
                 self._widest.columns = columns
-            self._loop.count(work, columns)
+            self._loop.count(handed, columns)
 
 
 def evaluate_alone(
@@ -193,13 +193,13 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
     if run.options.shard is not None or is_sharded(model):
         layout = layout_of(model, run.options.layout)
     else:
-        layout, said = layout_by_trial(model, run.options.layout, compute_in)
-        run.note_all([] if said is None else [said])
-    given = {name: getattr(run.options, name) for name in _SHOWN}
-    run.decide({**given, **run.job, "layout": layout}, layout=layout)
+        layout, note = layout_by_trial(model, run.options.layout, compute_in)
+        run.note_all([] if note is None else [note])
+    shown = {name: getattr(run.options, name) for name in _SHOWN}
+    run.decide({**shown, **run.job, "layout": layout}, layout=layout)
 
 
-def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) -> _Found:
+def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Result]) -> _Result:
     """The result of ``compute`` for the first samples that can be read."""
     plan, options = evaluation.plan, evaluation.run.options
     failed: tuple[FailedSample, ...] = ()
@@ -208,9 +208,9 @@ def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) ->
         # Compiling for a shape takes seconds: a compiled model is tried only with the loop's shape.
         few = [] if options.optimize == COMPILE else [samples[:_FEW]]
         for some in (*few, samples):
-            found, failed = compute_alone(evaluation, some, compute)
-            if found is not None:
-                return found
+            result, failed = compute_alone(evaluation, some, compute)
+            if result is not None:
+                return result
     raise unreadable(evaluation.dataset, failed[0], skips=options.on_error == "skip")
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from dualeval.columns.ragged import Column
-from dualeval.engine.checks import first_batch as trial
+from dualeval.engine.checks import first_batch
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.accelerator import is_out_of_memory
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
-from dualeval.engine.folder.recorder import Recorder, Work, check_rows
+from dualeval.engine.folder.recorder import HandedBatch, Recorder, check_rows
 from dualeval.engine.folder.stored_rows import MemoryWriter
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
@@ -146,38 +146,38 @@ class Loop:
         if self._control.stopping is not None:
             raise Stopped(self._control.stopping)
 
-    def read(self, *, until_stopped: bool = True) -> Iterator[tuple[Work, Any]]:
+    def read(self, *, until_stopped: bool = True) -> Iterator[tuple[HandedBatch, Any]]:
         """Every batch of this rank with its data on the device, None if none of its samples could be read.
 
         Without a collective; waits only for data. A stop takes effect at the end of a chunk.
         """
         self._run.watch.has_begun = True
         LINE.show(None)
-        handed: deque[Work] = deque()  # to the feed, which has not yet returned them
+        waiting: deque[HandedBatch] = deque()  # to the feed, which has not yet returned them
         options = self._run.options
         feed = self._feed = Feed(
             reader_of(self._evaluation),
-            self._batches(handed),
+            self._batches(waiting),
             workers=min(self._run.workers, self._batches_of_rank()),
             device=self._run.device,
             # No other rank can take chunks that reading processes have claimed.
             ahead=1 if options.schedule == DYNAMIC else 2,
-            step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
+            step=lambda stage: self._progress.step(stage, waiting[0].chunk if waiting else None),
         )
         try:
             for data, failed in feed:
-                work = handed.popleft()
+                handed = waiting.popleft()
                 if failed:
                     if options.on_error == "stop":
                         raise unreadable(self._evaluation.dataset, failed[0])
-                    work = replace(work, failed=failed)
-                self._progress.step(Stage.FORWARD, work.chunk)
-                yield work, data
+                    handed = replace(handed, failed=failed)
+                self._progress.step(Stage.FORWARD, handed.chunk)
+                yield handed, data
                 # The current chunk is finished; no other one is begun.
-                if self._control.is_stopping() and until_stopped and work.is_last:
+                if self._control.is_stopping() and until_stopped and handed.is_last:
                     return
-                if handed:
-                    self._progress.step(Stage.LOAD, handed[0].chunk)
+                if waiting:
+                    self._progress.step(Stage.LOAD, waiting[0].chunk)
         finally:
             self.times |= {TimedStage.DATA: feed.wait_s, TimedStage.TRANSFER: feed.transfer_s}
             self.notes = feed.notes
@@ -186,7 +186,7 @@ class Loop:
         """Batches of a rank, if all are equally fast."""
         return -(-len(self.remaining) * self._plan.num_batches // (self._plan.num_chunks * self._world.size))
 
-    def _batches(self, handed: deque[Work]) -> Iterator[range]:
+    def _batches(self, waiting: deque[HandedBatch]) -> Iterator[range]:
         """The samples of each batch of this rank, as the feed asks for them."""
         is_dynamic = self._run.options.schedule == DYNAMIC
         mine = self.remaining[self._world.rank :: self._world.size]
@@ -195,8 +195,8 @@ class Loop:
             for batch in batches:
                 samples = self._plan.batch_samples(batch)
                 is_last = batch == batches[-1]
-                handed.append(Work(chunk=chunk, batch=batch, samples=samples, is_last=is_last))
-                if len(handed) == 1:
+                waiting.append(HandedBatch(chunk=chunk, batch=batch, samples=samples, is_last=is_last))
+                if len(waiting) == 1:
                     self._progress.step(Stage.LOAD, chunk)
                 yield samples
 
@@ -209,38 +209,38 @@ class Loop:
                 following = pool.submit(self._control.claim)
                 yield remaining[number]
 
-    def count(self, work: Work, columns: Mapping[str, Column] | None) -> None:
+    def count(self, handed: HandedBatch, columns: Mapping[str, Column] | None) -> None:
         """Record a batch."""
-        self._progress.step(Stage.METRICS, work.chunk)
+        self._progress.step(Stage.METRICS, handed.chunk)
         if columns is not None:
             start = perf_counter()
-            columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
+            columns = postprocessed(self._task, self._evaluation.dataset, columns, handed.samples)
             if self._data is not None:
-                columns = {**columns, **self._data.of(work.samples)}
+                columns = {**columns, **self._data.of(handed.samples)}
             self.postprocess_s += perf_counter() - start
             if not self._tried:
-                self._try(work, columns)
+                self._try(handed, columns)
         try:
-            self.recorder.add(work, columns)
+            self.recorder.add(handed, columns)
         except OSError as error:
             raise unwritable(self.recorder, error) from error
-        self._tally.done += len(work.samples)
+        self._tally.done += len(handed.samples)
 
-    def _try(self, work: Work, columns: Mapping[str, Column]) -> None:
+    def _try(self, handed: HandedBatch, columns: Mapping[str, Column]) -> None:
         """Take this rank's first batch through all steps that follow the last batch."""
-        evaluated = torch.ones(len(work.samples), dtype=torch.bool)
-        evaluated[[sample.index - work.samples.start for sample in work.failed]] = False
+        evaluated = torch.ones(len(handed.samples), dtype=torch.bool)
+        evaluated[[sample.index - handed.samples.start for sample in handed.failed]] = False
         if not evaluated.any():
             return
         of = self._evaluation
         if of.cluster is not None:
             check_cluster(of.cluster, columns)
-        trial.check_columns(columns, of.kept, len(work.samples), [*of.metrics, *of.row_metrics])
-        check_rows(columns, work.batch, work.samples)
+        first_batch.check_columns(columns, of.kept, len(handed.samples), [*of.metrics, *of.row_metrics])
+        check_rows(columns, handed.batch, handed.samples)
         writes = self._world.is_main and self._run.options.out is not None
-        notes = trial.try_first_batch(of, columns, work.samples, evaluated, writes=writes)
+        notes = first_batch.try_first_batch(of, columns, handed.samples, evaluated, writes=writes)
         self._tried = True
-        if len(work.samples) < of.plan.num_samples:  # what is odd about all samples is said at the end
+        if len(handed.samples) < of.plan.num_samples:  # what is odd about all samples is said at the end
             self._run.note_all(notes)
 
     def _out_of_memory(self, error: BaseException) -> DualevalError:
@@ -249,12 +249,12 @@ class Loop:
         tries += [] if self._run.precision.autocast is not None else ["--precision amp-bf16 on a GPU"]
         tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
         # Python's MemoryError has no text.
-        said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        text = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self.recorder.chunks_saved} finished chunks of this rank are kept for the same command on a "
             "machine with more memory; another batch size is another job, which starts over."
         )
         return DualevalError(
-            f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {said}. "
+            f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {text}. "
             f"Try {'; '.join(tries)}.{saved if options.out is not None else ''}"
         )

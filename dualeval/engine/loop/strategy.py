@@ -49,7 +49,7 @@ class Strategy:
         # After the identity: hooks that are set here are no part of the model.
         stack.enter_context(self.computing(model))
         settle_layout(self._task, dataset, model, run)
-        model = prepare(model, run.options, owned=not run.guest, note=lambda said: run.note_all([said]))
+        model = prepare(model, run.options, owned=not run.guest, note=lambda text: run.note_all([text]))
         return model, identity
 
     def computing(self, model: nn.Module) -> AbstractContextManager[object]:

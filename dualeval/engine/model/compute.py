@@ -81,7 +81,7 @@ class Compute:
         # The models that compute: one for each thread.
         self.models = [model]
         self._pool: ThreadPoolExecutor | None = None
-        self._own = threading.local()
+        self._of_thread = threading.local()
         # Settings that the model's code changed in the threads, for `NumericSettings.check_after_loop`.
         self.changed_settings: set[str] = set()
         self._accelerator = accelerator_of(device)
@@ -104,7 +104,7 @@ class Compute:
         if not caches_casts:
             torch.set_autocast_cache_enabled(False)
             torch.autocast_increment_nesting()
-        self._own.model = copies.get_nowait()
+        self._of_thread.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:
         return self
@@ -121,7 +121,7 @@ class Compute:
         return (lambda: columns) if self._accelerator.is_host else start_download(self._accelerator, columns)
 
     def _columns_in_pool(self, data: Any) -> Columns:
-        columns = self._columns(self._own.model, data)
+        columns = self._columns(self._of_thread.model, data)
         self.changed_settings.update(numerics.check_thread())
         return columns
 

@@ -28,17 +28,17 @@ class _Folded(nn.Identity):
     def __init__(self, convolution: nn.Module, names: str) -> None:
         super().__init__()
         # Methods, so that a copy of the model gets its own.
-        self._compute, self._names, self._given = convolution.forward, names, None
+        self._compute, self._names, self._output = convolution.forward, names, None
         vars(convolution)["forward"] = self._convolve
 
     def _convolve(self, images: Tensor) -> Any:
-        self._check(self._given is None)
-        self._given = self._compute(images)
-        return self._given
+        self._check(self._output is None)
+        self._output = self._compute(images)
+        return self._output
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check(self._given is input)
-        self._given = None
+        self._check(self._output is input)
+        self._output = None
         return input
 
     def _check(self, fits: bool) -> None:
@@ -104,7 +104,7 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     read = {node.target for node in graph.nodes if node.op == "get_attr"}
     names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     read_tensors = {id(tensor) for name, tensor in names if name in read}
-    found = []
+    pairs = []
     for node in graph.nodes:
         if node.op != "call_module" or calls[node.target] > 1:
             continue
@@ -122,8 +122,8 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
             and not _does_more(convolution, read_tensors)
             and not _does_more(norm, read_tensors)
         ):
-            found.append((str(before.target), str(node.target)))
-    return found
+            pairs.append((str(before.target), str(node.target)))
+    return pairs
 
 
 def _does_more(module: nn.Module, read: Collection[int]) -> bool:

@@ -74,7 +74,7 @@ class Kept:
     def _places(self) -> dict[str, tuple[Any, list[Any], Callable[[Any], object]]]:
         """The values by their places, what each holds, and a function that binds another value there."""
         owner, held, of_model = self._owner, _attributes(self._owner), self._of_model
-        found = [
+        places = [
             (f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name))
             for name, value in list(held.items())
         ]
@@ -85,27 +85,27 @@ class Kept:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 with suppress(ValueError):  # an empty cell
                     bind = partial(setattr, cell, "cell_contents")
-                    found.append((f"{name} of {function.__qualname__}", cell.cell_contents, bind))
+                    places.append((f"{name} of {function.__qualname__}", cell.cell_contents, bind))
             read, module = function.__globals__, function.__module__
             for name in [each for each in function.__code__.co_names if each in read]:
-                found.append((f"{name} of the module {module}", read[name], partial(read.__setitem__, name)))
+                places.append((f"{name} of the module {module}", read[name], partial(read.__setitem__, name)))
         return {
             place: (value, [] if type(value) in _PLAIN or id(value) in of_model else _inside(value), bind)
-            for place, value, bind in found
+            for place, value, bind in places
         }
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
     try:  # not by getattr: a proxy answers for the object that it stands for
-        found = object.__getattribute__(owner, "__dict__")
+        attributes = object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
-    return found if type(found) is dict else {}
+    return attributes if type(attributes) is dict else {}
 
 
 def plain_values(model: nn.Module) -> dict[str, Any]:
     """The plain values among the attributes of a model's modules and their configs, by name."""
-    found, configs = dict[str, Any](), set[int]()
+    values, configs = dict[str, Any](), set[int]()
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
             held = {f"{name}.{attribute}".lstrip("."): value}
@@ -117,8 +117,8 @@ def plain_values(model: nn.Module) -> dict[str, Any]:
                 is_number = type(each) is Tensor and each.ndim == 0 and not each.is_meta
                 plain = each.item() if is_number else each
                 if _is_plain(plain):
-                    found[place] = plain
-    return found
+                    values[place] = plain
+    return values
 
 
 def _is_plain(value: Any) -> bool:

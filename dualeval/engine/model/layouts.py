@@ -124,13 +124,13 @@ def converter(layout: str) -> Callable[[Tensor], Tensor]:
     def convert(tensor: Tensor) -> Tensor:
         if not _has_images_dimensions(tensor):
             return tensor
-        found = tensor.contiguous(memory_format=memory_format)
+        converted = tensor.contiguous(memory_format=memory_format)
         _, channels, height, width = tensor.shape
         inner = (1, width * channels, channels) if is_last else (height * width, width, 1)
         strides = channels * height * width, *inner
         # With one channel, or one pixel, both layouts are the same memory, and torch keeps the strides.
         # Convolutions choose their kernels by the strides, and pass these on to the layers that follow.
-        return found if found.stride() == strides else found.as_strided(found.shape, strides)
+        return converted if converted.stride() == strides else converted.as_strided(converted.shape, strides)
 
     return convert
 

@@ -61,7 +61,7 @@ def prepare(
         def convert(module: nn.Module, tensor: Tensor) -> Tensor:
             return convert_layout(tensor.to(precision.dtype_in(module, tensor.dtype)))
 
-        held = ((module, own) for module in model.modules() for own in (module._parameters, module._buffers))
+        held = ((module, one) for module in model.modules() for one in (module._parameters, module._buffers))
         convert_each(held, lambda module, tensor: _converted(module, tensor, convert, owned=owned))
         if precision.dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
             set_door(model, precision.dtype, layout)
@@ -122,26 +122,26 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
 
 def identity_of(options: RunOptions) -> dict[str, Any]:
     """The preparation's part of a job's identity: options that change bits, so that older runs resume."""
-    found: dict[str, Any] = {"precision": options.precision}
+    identity: dict[str, Any] = {"precision": options.precision}
     if options.keep_batchnorm_fp32:
-        found["keep_batchnorm_fp32"] = True
+        identity["keep_batchnorm_fp32"] = True
     if options.layout == CHANNELS_LAST:
-        found["layout"] = options.layout
+        identity["layout"] = options.layout
     if options.optimize is not None:
-        found["optimize"] = options.optimize
-    return found
+        identity["optimize"] = options.optimize
+    return identity
 
 
 def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
     """Why an option made a forward fail; None if no option is the cause."""
     precision = precision_of(options)
-    said = (text_of(error).splitlines() or [""])[0].rstrip(".")
-    if options.shard is not None and (why := _why_not_gathered(said)) is not None:
+    text = (text_of(error).splitlines() or [""])[0].rstrip(".")
+    if options.shard is not None and (why := _why_not_gathered(text)) is not None:
         return f"--shard {options.shard}: {why}"
     if options.optimize == COMPILE and type(error).__module__.startswith(
         ("torch._dynamo", "torch._inductor")
     ):
-        if "limit" in type(error).__name__.lower() or TorchError.RECOMPILED.search(said):
+        if "limit" in type(error).__name__.lower() or TorchError.RECOMPILED.search(text):
             return (
                 f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
                 "Leave it out, or pad the samples"
@@ -150,18 +150,18 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
             f"--optimize compile: torch.compile failed: {with_type(error)}. It needs a C++ compiler (g++ or "
             "clang; on Debian: apt install g++), on a GPU Triton. Install that, or leave it out"
         )
-    if precision.cast is not None and TorchError.MIXED_DTYPES.search(said):
+    if precision.cast is not None and TorchError.MIXED_DTYPES.search(text):
         return (
-            f"{precision.flag}: {said}. The model's weights and the inputs of model(...) are "
+            f"{precision.flag}: {text}. The model's weights and the inputs of model(...) are "
             "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or "
             f"method called directly (model.encode(x)). Use {precision.flag_of_autocast}, or call "
             "model(...)"
         )
-    if precision.cast is not None and TorchError.NO_KERNEL.search(said):
+    if precision.cast is not None and TorchError.NO_KERNEL.search(text):
         return (
-            f"{precision.flag}: {said}: this device has no such operation. Use {precision.flag_of_autocast}"
+            f"{precision.flag}: {text}: this device has no such operation. Use {precision.flag_of_autocast}"
         )
-    if options.layout == CHANNELS_LAST and TorchError.NOT_CONTIGUOUS.search(said):
+    if options.layout == CHANNELS_LAST and TorchError.NOT_CONTIGUOUS.search(text):
         return (
             "--layout channels-last: the forward joins dimensions with Tensor.view, which works only on "
             "contiguous tensors. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
@@ -169,11 +169,11 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
     return None
 
 
-def _why_not_gathered(said: str) -> str | None:
+def _why_not_gathered(text: str) -> str | None:
     """Why a forward failed because the model's parameters are divided; None if that is not the cause."""
-    if TorchError.NOT_GATHERED.search(said):
+    if TorchError.NOT_GATHERED.search(text):
         return NOT_GATHERED
-    if TorchError.NOT_THROUGH_ROOT.search(said):
+    if TorchError.NOT_THROUGH_ROOT.search(text):
         return (
             "a part of the model is called directly, but its weights are gathered only in a call of the "
             "whole model. Let the task's forward call model(...), or leave --shard out"
@@ -215,16 +215,16 @@ def _converted(
     module: nn.Module, tensor: Tensor, convert: Callable[[nn.Module, Tensor], Tensor], *, owned: bool
 ) -> Tensor:
     with torch.no_grad():
-        found = convert(module, tensor.detach())
-    if (found.dtype, found.stride(), found.data_ptr()) == (tensor.dtype, tensor.stride(), tensor.data_ptr()):
+        new = convert(module, tensor.detach())
+    if (new.dtype, new.stride(), new.data_ptr()) == (tensor.dtype, tensor.stride(), tensor.data_ptr()):
         return tensor
     if not isinstance(tensor, nn.Parameter):
-        return found
+        return new
     if owned and not tensor.is_inference():
-        tensor.data = found
+        tensor.data = new
         tensor.grad = None
         return tensor
-    return nn.Parameter(found, requires_grad=False)
+    return nn.Parameter(new, requires_grad=False)
 
 
 # -- the door ----------------------------------------------------------------------------------------------
@@ -297,10 +297,10 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
     done = [name for name in before if name not in after]
     notes = []
     if done:
-        notes.append(f"the model was in training mode, and was set to evaluation mode ({_listed(done)})")
+        notes.append(f"the model was in training mode, and was set to evaluation mode ({_named(done)})")
     if after:
         notes.append(
-            f"the model stays in training mode after model.eval() in {_listed(after)}: its own train() "
+            f"the model stays in training mode after model.eval() in {_named(after)}: its own train() "
             "method does that. Its dropout and batch norm work as in training"
         )
     return notes
@@ -308,11 +308,11 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
 
 def training_note(model: nn.Module) -> list[str]:
     """A note if a module of the model is in training mode, for a model that is used as it is."""
-    found = _in_training(model)
-    if not found:
+    names = _in_training(model)
+    if not names:
         return []
     return [
-        f"the model is in training mode ({_listed(found)}), so dropout and batch norms work as in training: "
+        f"the model is in training mode ({_named(names)}), so dropout and batch norms work as in training: "
         "call model.eval() before the loop"
     ]
 
@@ -322,7 +322,7 @@ def _in_training(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if getattr(module, "training", False)]
 
 
-def _listed(names: list[str]) -> str:
+def _named(names: list[str]) -> str:
     shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
     return f"{counted(len(names), 'module')}: {shown}"
 

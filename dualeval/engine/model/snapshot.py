@@ -94,7 +94,7 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """The modules' attributes that were replaced, and the tensors that were written into."""
-        found, written = list[str](), self._written()
+        changed, written = list[str](), self._written()
         for kept in self._modules.values():
             now, kind = vars(kept.module), type(kept.module).__name__
             dicts = [now, *map(now.__getitem__, kept.dicts)], [kept.attributes, *kept.dicts.values()]
@@ -105,8 +105,8 @@ class Snapshot:
                 names += [
                     name for name, value in before.items() if id(value) in written and name not in names
                 ]
-                found += [f"{kind}.{name}" for name in names]
-        return [*found, *chain(*[config.changes() for config in self._configs.values()])]
+                changed += [f"{kind}.{name}" for name in names]
+        return [*changed, *chain(*[config.changes() for config in self._configs.values()])]
 
     def _written(self) -> set[int]:
         """The ids of the tensors that were written into; no other object has one of these, as they live."""
@@ -137,18 +137,18 @@ class _Module:
     def of(cls, module: nn.Module) -> _Module:
         if isinstance(module, torch.jit.ScriptModule):
             return cls(module, {}, {})  # a program, whose attributes are not Python's
-        own, left = vars(module), _OF_STATE_DICTS if is_unit(module) else ()
-        names = [name for name in _DICTS if name in own and name not in left]
-        return cls(module, dict(own), {name: dict(own[name]) for name in names})
+        attributes, left = vars(module), _OF_STATE_DICTS if is_unit(module) else ()
+        names = [name for name in _DICTS if name in attributes and name not in left]
+        return cls(module, dict(attributes), {name: dict(attributes[name]) for name in names})
 
     def put_back(self) -> None:
         # Not by setattr or train(): the model may override both.
-        own = vars(self.module)
+        attributes = vars(self.module)
         if self.attributes:
-            put_back(own, self.attributes)
+            put_back(attributes, self.attributes)
         for name, before in self.dicts.items():
-            if before or own[name]:
-                put_back(own[name], before)
+            if before or attributes[name]:
+                put_back(attributes[name], before)
 
 
 @dataclass(frozen=True)

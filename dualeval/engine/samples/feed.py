@@ -198,7 +198,7 @@ def hashes_of(dataset: Dataset, task: Task, samples: Iterable[int], workers: int
     alone, reader = (range(each, each + 1) for each in samples), _Hashing(dataset, task)
     feed = Feed(reader, alone, workers=min(workers, 1), device=torch.device("cpu"))
     try:
-        return [found for found, _ in feed]
+        return [digest for digest, _ in feed]
     finally:
         feed.close()
 
@@ -248,7 +248,7 @@ def own_storages(batch: Any) -> Any:
     with all of its storage. Shapes and strides stay, so that a model computes the same bits.
     """
 
-    def own(tensor: Tensor) -> Tensor:
+    def small(tensor: Tensor) -> Tensor:
         # A copy of the numbers would lose a gradient, or a view's conjugation or negation.
         if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -259,13 +259,13 @@ def own_storages(batch: Any) -> Any:
             return tensor
         return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
-    return map_batch(own, batch)
+    return map_batch(small, batch)
 
 
-def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:
+def _with_own_code(refusal: DualevalError, error: BaseException | None = None) -> DualevalError:
     """An error that can be sent to another process, with the user's lines that it came through."""
-    keep_own_code(said, own_code(error or said))
-    return said
+    keep_own_code(refusal, own_code(error or refusal))
+    return refusal
 
 
 class Feed:
@@ -323,8 +323,8 @@ class Feed:
                 if isinstance(item, DualevalError):
                     raise item
                 data, failed, *notes = item
-                for said in notes:  # of a reading process
-                    self.notes += said
+                for sentences in notes:  # of a reading process
+                    self.notes += sentences
                 # Yielded before the wait for the next batch, so that the device computes this one while the
                 # next is read and copied. No variable refers to it: that would hold the device's memory.
                 yield (data if accelerator.is_host else self._uploaded(uploads, data)), failed
@@ -376,14 +376,14 @@ class Feed:
 
 def _read_by_position() -> dict[int, tuple[str, int]]:
     """Path and position of each file that this process has open read-only; empty without /proc."""
-    found = {}
+    positions = {}
     for link in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
         number = int(link.name)
         with suppress(OSError):  # that of the listing is closed by now
             is_file = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
             if is_file and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                found[number] = str(link.readlink()), os.lseek(number, 0, os.SEEK_CUR)
-    return found
+                positions[number] = str(link.readlink()), os.lseek(number, 0, os.SEEK_CUR)
+    return positions
 
 
 def _refuse_moved(kept: dict[int, tuple[str, int]]) -> None:
@@ -478,11 +478,11 @@ def lost_worker(error: BaseException) -> DualevalError | None:
 
     Torch raises it from its SIGCHLD handler, wherever the main thread happens to be.
     """
-    found = TorchError.LOST_WORKER.of(error)
-    if found is None:
+    match = TorchError.LOST_WORKER.of(error)
+    if match is None:
         return None
     return DualevalError(
-        f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
+        f"a reading process (pid {match[1]}) ended early ({match[2]}); its batch is lost. "
         "One that is killed mostly means that the host has run out of memory ('dmesg' shows it): try fewer "
         "--workers or a smaller --batch-size. One that crashes has read a file that breaks its decoder: "
         "--workers 0 shows which. Finished work is saved, and the same command resumes."

@@ -23,15 +23,15 @@ def hashes_of_ids(
     dataset: Dataset, samples: int, world: World, step: Callable[[], None]
 ) -> tuple[list[str], npt.NDArray[np.uint64]]:
     """The hashes of this rank's blocks of ids, and of its single ids; none if ids cost reading samples."""
-    found, single = list[str](), [np.empty(0, np.uint64)]
+    of_blocks, single = list[str](), [np.empty(0, np.uint64)]
     blocks = [] if getattr(dataset, "reads_for_ids", False) else blocks_of(samples)
     for block in blocks[world.rank :: world.size]:
         ids = [*map(str, ids_of(dataset, block))]
-        found.append(sha256_of_json(ids))
+        of_blocks.append(sha256_of_json(ids))
         if not getattr(dataset, "unique_ids", False):
             single.append(hashed(ids))
         step()
-    return found, np.concatenate(single)
+    return of_blocks, np.concatenate(single)
 
 
 def hashed(ids: Sequence[str]) -> npt.NDArray[np.uint64]:

@@ -56,8 +56,8 @@ def as_dataset(data: Any) -> Dataset:
     if not all(callable(getattr(data, name, None)) for name in ("id", "fingerprint")):
         return wrap(data)
     if hasattr(data, "__getitems__"):
-        found: Dataset = data
-        return found
+        dataset: Dataset = data
+        return dataset
     check_samples(data)
     return OneByOne(data)
 
@@ -89,8 +89,8 @@ def check_samples(data: Any) -> None:
     else:
         hint = ""
     if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
-        found = "None" if data is None else f"a {type(data).__name__}"
-        raise UsageError(f"the data is {found}, which has no length or no samples by index: {_WANTED}{hint}")
+        kind = "None" if data is None else f"a {type(data).__name__}"
+        raise UsageError(f"the data is {kind}, which has no length or no samples by index: {_WANTED}{hint}")
 
 
 class Samples:
@@ -166,8 +166,8 @@ class Samples:
 
         def stacked(samples: range) -> list[Tensor]:
             if places is None:
-                own = slice(samples.start, samples.stop)
-                return [one[own].clone(memory_format=torch.contiguous_format) for one in tensors]
+                part = slice(samples.start, samples.stop)
+                return [one[part].clone(memory_format=torch.contiguous_format) for one in tensors]
             rows = torch.as_tensor(places[samples.start : samples.stop])
             return [one[rows].contiguous() for one in tensors]
 
@@ -175,8 +175,8 @@ class Samples:
 
     def fingerprint(self, count: int) -> str:
         contents = self._contents() if self._given is None else self._given
-        said = f"{module_name(type(self._data).__module__)}.{self.kind} {len(self)} {count} {contents}"
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = f"{module_name(type(self._data).__module__)}.{self.kind} {len(self)} {count} {contents}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _contents(self) -> str:
         """A hash of the contents in memory; for any other object, of its public attributes."""

@@ -43,11 +43,11 @@ def draw(
         digests = [_digest(before, name)[:_KEY_BYTES] for name in names]
         keys.append(np.frombuffer(b"".join(digests), dtype=">u8"))
         step()
-    found = np.concatenate(keys)
-    bound = np.partition(found, count - 1)[count - 1]
-    below = np.flatnonzero(found < bound)
+    all_keys = np.concatenate(keys)
+    bound = np.partition(all_keys, count - 1)[count - 1]
+    below = np.flatnonzero(all_keys < bound)
     # Almost always one sample; if there are several, the rest of their digests decides.
-    at_bound = np.flatnonzero(found == bound).tolist()
+    at_bound = np.flatnonzero(all_keys == bound).tolist()
     at_bound.sort(key=lambda index: (_digest(before, dataset.id(index)), index))
     chosen = [below, np.array(at_bound[: count - len(below)], np.int64)]
     return np.sort(np.concatenate(chosen)).astype(np.int64)
@@ -133,8 +133,8 @@ class DrawnSamples(Samples):
             if self._selected is None
             else self._selected.fingerprint(count)
         )
-        said = f"{len(self.whole)} {count} {of_samples}\n".encode()
-        return hashlib.sha256(said + self.indices[:count].astype("<i8").tobytes()).hexdigest()
+        content = f"{len(self.whole)} {count} {of_samples}\n".encode()
+        return hashlib.sha256(content + self.indices[:count].astype("<i8").tobytes()).hexdigest()
 
     def _content_fingerprint(self, samples: range) -> str:
         """A hash of the contents of the samples at consecutive positions."""
@@ -204,29 +204,29 @@ def indices_of(dataset: Dataset, start: int, stop: int) -> npt.NDArray[np.int64]
 def part_of(dataset: Dataset, plan: EvalPlan) -> dict[str, Any]:
     """Which part of the data set is evaluated, for the result."""
     whole = dataset.whole if isinstance(dataset, DrawnSamples) else dataset
-    found: dict[str, Any] = {"kind": ALL_SAMPLES, "samples": plan.num_samples, "of": len(whole)}
+    part: dict[str, Any] = {"kind": ALL_SAMPLES, "samples": plan.num_samples, "of": len(whole)}
     if plan.num_samples == len(whole):
-        return found
-    found["kind"] = FIRST_SAMPLES
+        return part
+    part["kind"] = FIRST_SAMPLES
     if isinstance(dataset, DrawnSamples):
-        found |= {"kind": DRAWN_SAMPLES, "seed": dataset.seed}
+        part |= {"kind": DRAWN_SAMPLES, "seed": dataset.seed}
     targets = _targets(whole)
     if targets is not None:
         of_part = targets[indices_of(dataset, 0, plan.num_samples)]
-        found |= {"classes": len(np.unique(of_part)), "of_classes": len(np.unique(targets))}
-    return found
+        part |= {"classes": len(np.unique(of_part)), "of_classes": len(np.unique(targets))}
+    return part
 
 
 def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
     """Each sample's class if the data set has them without reading, as ``targets`` (torchvision's name)."""
     try:
-        own = getattr(dataset, "targets", None)
-        found = np.asarray(
-            getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
+        targets = getattr(dataset, "targets", None)
+        classes = np.asarray(
+            getattr(getattr(dataset, "wrapped", None), "targets", None) if targets is None else targets
         )
     except Exception:  # noqa: BLE001 - the user's property; a finished run is not lost for a count of classes
         return None
-    return found if found.dtype.kind in "iu" and found.shape == (len(dataset),) else None
+    return classes if classes.dtype.kind in "iu" and classes.shape == (len(dataset),) else None
 
 
 def warnings_of(part: Mapping[str, Any]) -> list[str]:
@@ -270,23 +270,23 @@ def postprocessed(
 
     For drawn samples it is called once per run of consecutive samples, with indices in the whole data set.
     """
-    own = getattr(task.postprocess, "__func__", None)
+    method = getattr(task.postprocess, "__func__", None)
     if isinstance(columns, LateColumns):
-        if own is Task.postprocess:
+        if method is Task.postprocess:
             return columns
-        if not isinstance(dataset, DrawnSamples) and own in KEEPING_LATE:
+        if not isinstance(dataset, DrawnSamples) and method in KEEPING_LATE:
             return task.postprocess(columns, samples)
         columns = dict(columns)
-    if own is Task.postprocess or not isinstance(dataset, DrawnSamples):
-        found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
-        return found
-    parts: list[Mapping[str, Any]] = []
+    if method is Task.postprocess or not isinstance(dataset, DrawnSamples):
+        whole: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
+        return whole
+    pieces: list[Mapping[str, Any]] = []
     for places, indices in dataset.runs(samples):
-        own = {name: column[places] for name, column in columns.items()}
-        made = host_columns(task.postprocess(own, indices), indices)
-        _check_part(made, parts[0] if parts else made, indices)
-        parts.append(made)
-    return {name: concatenated([part[name] for part in parts]) for name in parts[0]}
+        piece = {name: column[places] for name, column in columns.items()}
+        made = host_columns(task.postprocess(piece, indices), indices)
+        _check_part(made, pieces[0] if pieces else made, indices)
+        pieces.append(made)
+    return {name: concatenated([each[name] for each in pieces]) for name in pieces[0]}
 
 
 def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
@@ -314,12 +314,12 @@ def texts_of(
     if not isinstance(dataset, DrawnSamples) or type(task).texts is Task.texts:
         return task.texts(rows, first)
     count = len(next(iter(rows.values())))
-    found: dict[str, list[str | None]] = {}
+    joined: dict[str, list[str | None]] = {}
     for places, indices in dataset.runs(range(first, first + count)):
-        own = {name: column[places] for name, column in rows.items()}
-        for name, texts in task.texts(own, indices.start).items():
-            found.setdefault(name, []).extend(texts)
-    return found
+        part = {name: column[places] for name, column in rows.items()}
+        for name, texts in task.texts(part, indices.start).items():
+            joined.setdefault(name, []).extend(texts)
+    return joined
 
 
 def findings_of(task: Task, dataset: Dataset, count: int) -> dict[str, list[str]]:
@@ -329,5 +329,5 @@ def findings_of(task: Task, dataset: Dataset, count: int) -> dict[str, list[str]
     of_whole = {kind: list(names) for kind, names in task.findings(len(dataset.whole)).items()}
     if not any(of_whole.values()):
         return of_whole
-    own = set(dataset.ids_in(range(count)))
-    return {kind: [name for name in names if name in own] for kind, names in of_whole.items()}
+    ids = set(dataset.ids_in(range(count)))
+    return {kind: [name for name in names if name in ids] for kind, names in of_whole.items()}

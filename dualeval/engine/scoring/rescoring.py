@@ -16,8 +16,8 @@ import torch
 
 from dualeval.columns.ragged import Rows, to_column
 from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.row_windows import MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource, StoredRows
-from dualeval.engine.folder.windows import MappedColumns, copied
 from dualeval.engine.identity.job import metric_fingerprint
 from dualeval.engine.samples.ids import digest_of
 from dualeval.engine.samples.subset import whole_set_intervals
@@ -91,9 +91,9 @@ def _with_measured(
     cluster = cluster or result.clusters.get("column")
     if cluster is not None:
         check_column_of_clusters(rows, cluster)
-    fields, said = clustered_fields(measured, cluster, rows.names, partial(_columns_of_clusters, rows))
-    own = [sentence for part in measured for sentence in part.warnings]
-    warnings = [*_not_of_intervals(result), *own, *said]
+    fields, of_clusters = clustered_fields(measured, cluster, rows.names, partial(_columns_of_clusters, rows))
+    of_metrics = [sentence for part in measured for sentence in part.warnings]
+    warnings = [*_not_of_intervals(result), *of_metrics, *of_clusters]
     return replace(
         result,
         **fields,
@@ -175,11 +175,11 @@ def check_columns(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> Non
     if not absent:
         return
     metric, name = absent[0]
-    found = f"metric {metric.name!r} reads column {name!r}, which {rows.path} does not have"
+    sentence = f"metric {metric.name!r} reads column {name!r}, which {rows.path} does not have"
     if not keeps_rows(metric):
-        raise UsageError(f"{found}: it says keeps_rows = False, and is computed in a run only.")
+        raise UsageError(f"{sentence}: it says keeps_rows = False, and is computed in a run only.")
     raise UsageError(
-        f"{found} (its columns: {', '.join(rows.names)}). A run keeps what its task and its metrics read: "
+        f"{sentence} (its columns: {', '.join(rows.names)}). A run keeps what its task and its metrics read: "
         f"evaluate again with this metric: dualeval run ... --metric "
         f"{shlex.quote(getattr(metric, 'spelled', metric.name))} --out {rows.path.parent} --fresh"
     )
@@ -223,39 +223,39 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         measured = _recompute(rows, metrics)
     except (DualevalError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # The rows hold values that no run has written, such as a class beyond the number of classes.
-        said = f"the metrics cannot be computed from these rows: {with_type(error)}"
-        yield Check(name="metrics", says="they can be computed", differences=(said,))
+        problem = f"the metrics cannot be computed from these rows: {with_type(error)}"
+        yield Check(name="metrics", says="they can be computed", differences=(problem,))
         return
-    found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
+    again = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
     if files and not any(check.differences for check in files):
-        notes = [sentence for sentence in found.warnings if "formula has changed" in sentence]
+        notes = [sentence for sentence in again.warnings if "formula has changed" in sentence]
         if result.interval_formulas < INTERVAL_FORMULAS:
             floored = {key for part in measured for key, of in part.scores.items() if of.least is not None}
-            earlier = _with_earlier_intervals(found, result, floored)
-            if earlier != found:
+            earlier = _with_earlier_intervals(again, result, floored)
+            if earlier != again:
                 notes.append(
                     "intervals were computed by earlier formulas: today some are wider, those of losses "
                     "begin at 0 or above, or other ones are rough"
                 )
-            found = earlier
+            again = earlier
         for key in _changed(folder, metrics, measured):
-            if (stated := result.metrics.get(key)) != found.metrics[key]:
-                now = _shown(found.metrics[key])
-                notes.append(f"{key}: {_shown(stated)} in {RESULT}, now {now}: its formula has changed")
-                found.metrics[key] = stated
-                found.nonfinite.pop(key, None)
-                found.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
+            if (stated := result.metrics.get(key)) != again.metrics[key]:
+                now = _json_of(again.metrics[key])
+                notes.append(f"{key}: {_json_of(stated)} in {RESULT}, now {now}: its formula has changed")
+                again.metrics[key] = stated
+                again.nonfinite.pop(key, None)
+                again.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
         if notes:
             yield Check(name="formulas", says=f"no file is damaged; {'; '.join(notes)}")
-    yield _metrics_check(result, found)
+    yield _metrics_check(result, again)
     yield Check(
         name="metrics_digest",
         says=f"{digest}, from the rows too",
-        differences=_differences("metrics_digest", digest, found.metrics_digest),
+        differences=_differences("metrics_digest", digest, again.metrics_digest),
     )
 
 
-def _with_earlier_intervals(found: Result, result: Result, floored: Collection[str]) -> Result:
+def _with_earlier_intervals(again: Result, result: Result, floored: Collection[str]) -> Result:
     """The recomputed result, with stored intervals of earlier formulas that lie within the new ones.
 
     By formulas 2 only intervals of ``floored`` metrics differ: they may begin below the least value.
@@ -271,9 +271,9 @@ def _with_earlier_intervals(found: Result, result: Result, floored: Collection[s
             and then[key][0] <= then[key][1]
             and (then[key][1] == high or (is_first and then[key][1] <= high))
             else (low, high)
-            for key, (low, high) in getattr(found, name).items()
+            for key, (low, high) in getattr(again, name).items()
         }
-    return replace(found, rough=result.rough, **fields)
+    return replace(again, rough=result.rough, **fields)
 
 
 def _changed(
@@ -294,11 +294,11 @@ def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
     """Check a file against its record in result.json."""
     if not path.is_file():
         return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
-    found = checksum_of(path)
-    differing = (_differences(name, value, found.get(name), "the file") for name, value in recorded.items())
+    facts = checksum_of(path)
+    differing = (_differences(name, value, facts.get(name), "the file") for name, value in recorded.items())
     return Check(
         name=path.name,
-        says=f"{found['bytes']:,} bytes, whose sha256 is that in {RESULT}",
+        says=f"{facts['bytes']:,} bytes, whose sha256 is that in {RESULT}",
         differences=tuple(chain.from_iterable(differing)),
     )
 
@@ -309,13 +309,13 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
     for window in rows.windows(rows.names, with_ids=True):
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
         count += len(window.ids)
-    found = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
+    counts = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
     stated = [entry["id"] for entry in result.failed]
     checks = [
         Check(
             name="samples",
             says=f"{count:,} rows, {count - len(failed):,} of them evaluated",
-            differences=_differences("samples", result.samples, found),
+            differences=_differences("samples", result.samples, counts),
         ),
         Check(
             name="failed samples",
@@ -331,36 +331,36 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
     return failed, checks
 
 
-def _metrics_check(result: Result, found: Result) -> Check:
+def _metrics_check(result: Result, again: Result) -> Check:
     differing: list[str] = []
     # Version 2, which had no samples_digest, computed intervals by clusters in another way.
     known_intervals = not (result.clusters and result.samples_digest is None)
     intervals = _FIELDS_OF_INTERVALS if known_intervals else ("naive_intervals", "clusters")
     for field in ("metrics", *intervals, "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
-        one, other = asdict(result)[field], asdict(found)[field]
+        one, other = asdict(result)[field], asdict(again)[field]
         # Runs of earlier versions have no directions, and units only for percentages.
         known = (*one, *other) if field not in ("units", "directions") or result.directions else one
         for name in dict.fromkeys(known):
             differing += _differences(f"{of_field}{name}", one.get(name), other.get(name))
     return Check(
         name="metrics",
-        says=f"{len(found.metrics)} values, {len(found.intervals)} intervals: the rows give the same bits",
+        says=f"{len(again.metrics)} values, {len(again.intervals)} intervals: the rows give the same bits",
         differences=tuple(differing),
     )
 
 
-def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> tuple[str, ...]:
+def _differences(name: str, stated: Any, again: Any, source: str = "the rows") -> tuple[str, ...]:
     """Differences of two nests of JSON values, as sentences: the value in result.json, and the one found."""
-    found = [
-        f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
-        for place, one, other in differences(stated, found, name)
+    sentences = [
+        f"{place}: {_json_of(one)} in {RESULT}, {_json_of(other)} from {source}"
+        for place, one, other in differences(stated, again, name)
     ]
-    more = len(found) - _NAMED_AT_MOST
-    return (*found[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))
+    more = len(sentences) - _NAMED_AT_MOST
+    return (*sentences[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))
 
 
-def _shown(value: Any) -> str:
+def _json_of(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"{len(value)} values"
     text = json.dumps(value)

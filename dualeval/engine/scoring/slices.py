@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns.ragged import RaggedRows, Rows, to_column
+from dualeval.engine.folder.row_windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource
-from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.scoring.rescoring import check_column_of_clusters
 from dualeval.engine.values.measured import check_cluster, clustered_fields, columns_of, plain, update
@@ -49,12 +49,12 @@ class Groups:
     places: npt.NDArray[np.int64]
     # Each group's value by column, and its name.
     values: Sequence[Mapping[str, Any]]
-    labels: Sequence[str]
+    names: Sequence[str]
 
     def members(self) -> list[npt.NDArray[np.int64]]:
         """The samples of each group, in their order."""
         order = np.argsort(self.places, kind="stable")
-        ends = np.cumsum(np.bincount(self.places, minlength=len(self.labels)))[:-1]
+        ends = np.cumsum(np.bincount(self.places, minlength=len(self.names)))[:-1]
         return np.split(order, ends)
 
 
@@ -70,13 +70,13 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     names = columns_of_groups([by])
     cut = _cut(names, keys) if bins else ()
     groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
-    found = reduce(_crossed, groups)
-    if len(found.labels) > _MOST_GROUPS:
+    crossed = reduce(_crossed, groups)
+    if len(crossed.names) > _MOST_GROUPS:
         raise UsageError(
-            f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
+            f"--by {by}: there are {len(crossed.names):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
             "column with fewer values."
         )
-    return found
+    return crossed
 
 
 def _cut(names: Sequence[str], keys: Mapping[str, Keys]) -> Sequence[str]:
@@ -104,9 +104,9 @@ def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[st
 
 
 def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    found = np.unique(keys)
-    is_number: npt.NDArray[np.bool_] = found == found  # NaN is not equal to itself
-    numbers: npt.NDArray[Any] = found[is_number]
+    values = np.unique(keys)
+    is_number: npt.NDArray[np.bool_] = values == values  # NaN is not equal to itself
+    numbers: npt.NDArray[Any] = values[is_number]
     return numbers
 
 
@@ -121,13 +121,13 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
         if not edges:
             edges = _quartiles(keys[is_there], distinct)
         places = np.searchsorted(edges, keys, side="right")
-        labels = values = _between(edges)
+        names = values = _between(edges)
     else:
         places = np.searchsorted(distinct, keys)
         values = distinct.tolist()
-        labels = [str(value).lower() if keys.dtype.kind == "b" else _shown(value) for value in values]
-    places = np.where(is_there, places, len(labels))
-    return _present(name, places, [*values, None], [*labels, _MISSING])
+        names = [str(value).lower() if keys.dtype.kind == "b" else _number_text(value) for value in values]
+    places = np.where(is_there, places, len(names))
+    return _present(name, places, [*values, None], [*names, _MISSING])
 
 
 def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float]:
@@ -143,7 +143,7 @@ def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float
 
 
 def _between(edges: Sequence[float]) -> list[str]:
-    ends = [_shown(edge) for edge in edges]
+    ends = [_number_text(edge) for edge in edges]
     inner = [f"{low} to <{high}" for low, high in pairwise(ends)]
     return [f"<{ends[0]}", *inner, f"{ends[-1]} or more"]
 
@@ -157,7 +157,7 @@ def is_of(value: Any, group: Any) -> bool:
     return ends is not None and float(ends[1] or -math.inf) <= value < float(ends[2] or math.inf)
 
 
-def _shown(value: float) -> str:
+def _number_text(value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
@@ -170,28 +170,28 @@ def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
     return Groups(
         places=np.array([places[text] for text in texts], np.int64),
         values=[{name: value} for value in values],
-        labels=[_MISSING if value is None else value or _EMPTY for value in values],
+        names=[_MISSING if value is None else value or _EMPTY for value in values],
     )
 
 
-def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
+def _present(name: str, places: Any, values: Sequence[Any], names: Sequence[str]) -> Groups:
     """Groups of one column, without empty ones."""
     present, numbers = np.unique(places, return_inverse=True)
     return Groups(
         places=numbers.reshape(-1),
         values=[{name: values[place]} for place in present],
-        labels=[labels[place] for place in present],
+        names=[names[place] for place in present],
     )
 
 
 def _crossed(one: Groups, other: Groups) -> Groups:
-    count = len(other.labels)
+    count = len(other.names)
     present, numbers = np.unique(one.places * count + other.places, return_inverse=True)
     pairs = [divmod(int(place), count) for place in present]
     return Groups(
         places=numbers.reshape(-1),
         values=[{**one.values[first], **other.values[second]} for first, second in pairs],
-        labels=[f"{one.labels[first]} * {other.labels[second]}" for first, second in pairs],
+        names=[f"{one.names[first]} * {other.names[second]}" for first, second in pairs],
     )
 
 
@@ -210,15 +210,15 @@ def _measured_of(
     """A metric's measurement of some rows of mapped columns."""
     of_ledger, of_rows = split_by_kind([metric])
     for row_metric in of_rows:
-        own = {name: columns[name][places] for name in metric.columns}
-        return plain(metric.name, row_metric.compute(columns_of(metric, own)))
-    [found] = of_ledger
-    ledger = torch.zeros(found.size, dtype=torch.int64)
+        part = {name: columns[name][places] for name in metric.columns}
+        return plain(metric.name, row_metric.compute(columns_of(metric, part)))
+    [ledger_metric] = of_ledger
+    ledger = torch.zeros(ledger_metric.size, dtype=torch.int64)
     for start in range(0, len(places), WINDOW_ROWS):
         window = places[start : start + WINDOW_ROWS]
         of_window = {name: to_column(columns[name][window]) for name in metric.columns}
-        update(found, ledger, of_window, [len(window)])
-    return plain(metric.name, found.compute(ledger))
+        update(ledger_metric, ledger, of_window, [len(window)])
+    return plain(metric.name, ledger_metric.compute(ledger))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Slicing:
         there = []
         with MappedColumns(None) as mapped:
             for window in rows.windows(None if texts else wanted or rows.names[:1]):
-                for name, own in texts.items():
+                for name, of_column in texts.items():
                     if name not in window.texts:
                         known = [*rows.names, *window.texts]
                         raise UsageError(
@@ -251,7 +251,7 @@ class Slicing:
                             f"{', '.join(known)}. A run keeps those of its data that --keep names."
                             f"{did_you_mean(name, known)}"
                         )
-                    own += compress(window.texts[name], window.evaluated)
+                    of_column += compress(window.texts[name], window.evaluated)
                 mapped.append({name: window.columns[name] for name in wanted})
                 there.append(window.evaluated)
                 self.step()
@@ -267,12 +267,12 @@ class Slicing:
         slices = {}
         for by in dict.fromkeys(self.by):
             groups = groups_of(by, keys, self.bins)
-            members = zip(groups.values, groups.labels, groups.members(), strict=True)
+            members = zip(groups.values, groups.names, groups.members(), strict=True)
             slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
         unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
         without = ", ".join(name for name in unsliced if name in result.metrics)
-        said = f"no slices of {without}: their columns are not kept, or they need whole batches"
-        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+        warning = f"no slices of {without}: their columns are not kept, or they need whole batches"
+        return replace(result, slices=slices, warnings=[*result.warnings, *([warning] if without else [])])
 
     def _wanted(self, result: Result, kept: Sequence[str]) -> list[str]:
         """The columns that slices are computed from."""
@@ -309,9 +309,9 @@ class Slicing:
         fields, _ = clustered_fields(measured, self.cluster, [*columns], read)
         count = fields.get("clusters", {}).get("count")
         numbers = {
-            name: found
-            for name, found in fields["metrics"].items()
-            if found is None or (isinstance(found, (int, float)) and not isinstance(found, bool))
+            name: number
+            for name, number in fields["metrics"].items()
+            if number is None or (isinstance(number, (int, float)) and not isinstance(number, bool))
         }
         return {
             "group": dict(value),

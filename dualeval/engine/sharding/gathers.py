@@ -150,7 +150,7 @@ class Gathers:
             return
         order = self._order or []
         if len(self._seen) < len(order):
-            wanted = _shown(order[len(self._seen)])
+            wanted = _named(order[len(self._seen)])
             raise UsageError(_other_order("this one ends", f"the first one calls {wanted}"))
 
     def _join_gathers_left(self) -> bool:
@@ -186,7 +186,7 @@ class Gathers:
             if self._is_first:
                 self._first.append(_Call(args=(), kwargs={}))
         self._check_order(name)
-        self._gathered, self._before = _shown(name), self._progress.position
+        self._gathered, self._before = _named(name), self._progress.position
         self._progress.step(Stage.COLLECTIVE, self._before.chunk)
 
     def _check_order(self, name: str) -> None:
@@ -195,8 +195,8 @@ class Gathers:
         if order is not None and self._is_first:
             order.append(name)
         elif order is not None and self._world.size > 1 and order[place : place + 1] != [name]:
-            wanted = _shown(order[place]) if place < len(order) else "no further one"
-            raise UsageError(_other_order(f"this one calls {_shown(name)}", f"the first one {wanted}"))
+            wanted = _named(order[place]) if place < len(order) else "no further one"
+            raise UsageError(_other_order(f"this one calls {_named(name)}", f"the first one {wanted}"))
         self._seen.append(name)
 
     @contextmanager
@@ -219,10 +219,10 @@ class Gathers:
                 self.is_complete = self._join_gathers_left()
                 self._control.is_missed = bool(self._units) and not self.is_complete and self._world.size > 1
                 raise
-            said = text_of(error).strip().rstrip(".") or type(error).__name__
+            text = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"torch.distributed broke on rank {self._world.rank} of {self._world.size} while gathering "
-                f"the parameters of {self._gathered}: {said}. Where another rank failed first, its message "
+                f"the parameters of {self._gathered}: {text}. Where another rank failed first, its message "
                 "has the cause."
             ) from error
         finally:
@@ -232,7 +232,7 @@ class Gathers:
         self.is_complete = True
 
 
-def _shown(name: str) -> str:
+def _named(name: str) -> str:
     return name or "the model itself"
 
 

@@ -23,7 +23,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import check_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
-from dualeval.engine.folder.recorder import Work
+from dualeval.engine.folder.recorder import HandedBatch
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.loop.forward import UnderWay, compute_of, evaluate_alone, of_first
@@ -81,11 +81,11 @@ class Lockstep(Strategy):
 
         The returned function holds no collective, and gives the columns of another forward at each call.
         """
-        own = [[batch.samples.start, batch.samples.stop] for batch in stored]
-        shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
+        spans = [[batch.samples.start, batch.samples.stop] for batch in stored]
+        shared = [range(*limits) for limits in evaluation.run.from_rank_0(spans)]
         # Twice: rank 0 may ask whether the model gives the same bits again.
-        found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
-        return lambda samples: found[samples].pop()
+        results = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
+        return lambda samples: results[samples].pop()
 
     def evaluate_remaining(self, evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
         """Compute one batch a round on every rank. A collective."""
@@ -144,11 +144,11 @@ class _Rounds:
         stand_in = self._look(rounds)
         batches = self._loop.read(until_stopped=False)
         for _ in range(rounds):
-            work, data, problem = self._prepare(batches)
+            handed, data, problem = self._prepare(batches)
             if self._agree_to_stop(problem):
                 break
-            self._progress.step(Stage.FORWARD, None if work is None else work.chunk)
-            self.under_way.start(work, self._start, (data, stand_in))
+            self._progress.step(Stage.FORWARD, None if handed is None else handed.chunk)
+            self.under_way.start(handed, self._start, (data, stand_in))
             del data
         self.under_way.count()
 
@@ -168,12 +168,12 @@ class _Rounds:
                 self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
         return stand_in
 
-    def _start(self, given: tuple[Any, Any]) -> Pending | None:
+    def _start(self, batch: tuple[Any, Any]) -> Pending | None:
         """Start a batch; an error after its forward is raised when the other ranks know of it.
 
-        ``given`` holds its data, None if none of its samples could be read, and the data to compute instead.
+        ``batch`` holds its data, None if none of its samples could be read, and the data to compute instead.
         """
-        data, stand_in = given
+        data, stand_in = batch
         try:
             pending = self._compute.start(stand_in if data is None else data)
             # A batch without a readable sample has no columns to keep.
@@ -188,22 +188,24 @@ class _Rounds:
 
         return None if data is None else failed
 
-    def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
+    def _prepare(
+        self, batches: Iterator[tuple[HandedBatch, Any]]
+    ) -> tuple[HandedBatch | None, Any, Exception | None]:
         """Record computed batches and read the next one; or return the error of this rank."""
         try:
             self.under_way.count(all_but=self._compute.ahead)
-            work, data = next(batches, (None, None))
+            handed, data = next(batches, (None, None))
         except (PeerError, Stopped, BackendError):
             raise
         except Exception as problem:  # noqa: BLE001 - raised when the other ranks know that this one leaves
             return None, None, problem
-        return work, data, None
+        return handed, data, None
 
     def _agree_to_stop(self, problem: Exception | None) -> bool:
         """Whether all ranks stop here; a collective."""
-        own = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
+        flags = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
         try:
-            stops, fails = self._backend.all_reduce(own, "max").tolist()
+            stops, fails = self._backend.all_reduce(flags, "max").tolist()
         except BackendError as error:
             raise (problem or error) from (None if problem is None else error)
         if problem is not None:

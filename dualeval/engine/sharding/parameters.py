@@ -79,7 +79,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
         _check_values(name, parameter)
         names.setdefault(id(parameter), []).append(name)
         first.setdefault(id(parameter), parameter)
-    found = [
+    parameters = [
         Parameter(
             name=names[number][0],
             names=tuple(names[number]),
@@ -90,9 +90,9 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
         )
         for number, parameter in first.items()
     ]
-    if not any(parameter.is_divided for parameter in found):
+    if not any(parameter.is_divided for parameter in parameters):
         raise UsageError("shard: the model has no parameters to divide. Leave shard out.")
-    return sorted(found, key=lambda parameter: parameter.name)
+    return sorted(parameters, key=lambda parameter: parameter.name)
 
 
 def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
@@ -185,8 +185,8 @@ class Reading:
         else:
             # Every rank has all of it; a difference is found when the ranks compare their jobs.
             self._digests[parameter.name] = tensor_digest(parameter.name, source, self._hasher.digest)
-            own = source.detach()
-            rows = _copy_of(own[first:last]) if parameter.is_divided else own.cpu()
+            values = source.detach()
+            rows = _copy_of(values[first:last]) if parameter.is_divided else values.cpu()
         parameter.rows = rows
 
     def digests(self) -> dict[str, bytes]:
@@ -200,14 +200,14 @@ class Reading:
             raise UsageError(
                 f"rank {ranks} reads other weights than rank 0. Give all ranks the same files, on every node."
             )
-        own: dict[str, str] = {}
+        gathered: dict[str, str] = {}
         for number, parameter in enumerate(self._late):
             receiver = number % self._size
             assert parameter.rows is not None
             pieces = self._backend.gather(parameter.rows.reshape(-1).view(torch.uint8), receiver)
             if pieces is not None:
-                own[parameter.name] = rows_digest(parameter.dtype, parameter.shape, pieces).hex()
-        for digests in self._backend.all_gather_json(own):
+                gathered[parameter.name] = rows_digest(parameter.dtype, parameter.shape, pieces).hex()
+        for digests in self._backend.all_gather_json(gathered):
             self._digests |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
         return self._digests
 
@@ -216,12 +216,12 @@ def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:
     """Digests of the first and the last rows of a late parameter."""
     count = parameter.shape[0] if parameter.shape else 1
     most = max(1, min(count, _PROBED_BYTES * count // max(1, parameter.nbytes)))
-    found = [repr((parameter.name, str(parameter.dtype), parameter.shape))]
+    digests = [repr((parameter.name, str(parameter.dtype), parameter.shape))]
     for first in (0, count - most) if parameter.nbytes else ():
         rows = torch.empty(_shape_of(parameter, most), dtype=parameter.dtype)
         source.read_rows(first, first + most, rows)
-        found.append(rows_digest(parameter.dtype, tuple(rows.shape), [rows]).hex())
-    return found
+        digests.append(rows_digest(parameter.dtype, tuple(rows.shape), [rows]).hex())
+    return digests
 
 
 def _shape_of(parameter: Parameter, rows: int) -> tuple[int, ...]:
@@ -235,11 +235,11 @@ def _copy_of(rows: Tensor) -> Tensor:
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Replace the parameter of this name."""
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     sets: Any = type(module).__setattr__
     if sets is nn.Module.__setattr__:
-        module._parameters[own] = parameter
+        module._parameters[attribute] = parameter
     else:
         # Recurrent layers also keep a list of their weights.
-        setattr(module, own, parameter)
+        setattr(module, attribute, parameter)

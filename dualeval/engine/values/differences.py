@@ -28,22 +28,22 @@ _MOST_LISTED = 16
 
 def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """Differences of two nests of plain values: name with dots, value in each (None if it is missing)."""
-    found: list[tuple[str, Any, Any]] = []
+    differing: list[tuple[str, Any, Any]] = []
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
-            found += differences(one.get(key), other.get(key), f"{name}.{key}" if name else key)
+            differing += differences(one.get(key), other.get(key), f"{name}.{key}" if name else key)
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
         for place, (first, second) in enumerate(zip(one, other, strict=True)):
-            found += differences(first, second, f"{name}[{place}]")
+            differing += differences(first, second, f"{name}[{place}]")
     # Compared as JSON: 1 is not 1.0, 0.0 is not -0.0, and NaN equals NaN.
     elif one != other if isinstance(one, str) else json.dumps(one) != json.dumps(other):
-        found.append((name, one, other))
-    return found
+        differing.append((name, one, other))
+    return differing
 
 
 def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Differences of two jobs; if their metrics differ, without what follows from the metrics."""
-    found = differences({"job": there}, {"job": here})
+    differing = differences({"job": there}, {"job": here})
     one, other = (
         [
             name
@@ -53,10 +53,10 @@ def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[t
         for job in (there, here)
     )
     if one == other:
-        return found
+        return differing
     rest = [
         (name, *values)
-        for name, *values in found
+        for name, *values in differing
         if not name.startswith(("job.metrics", "job.columns"))
         and not (name.startswith("job.metric_options.") and None in values)
     ]
@@ -70,19 +70,19 @@ def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
     """
     # One run may have hashed whole files, the other their ends.
     same_way = one["job"].get("data_fingerprint") == other["job"].get("data_fingerprint")
-    found = []
-    for name, said in (("fingerprint", "labels, sizes or texts"), ("contents", "contents")):
+    differing = []
+    for name, words in (("fingerprint", "labels, sizes or texts"), ("contents", "contents")):
         here, there = one["data"].get(name), other["data"].get(name)
         known = name == "fingerprint" or (here is not None and there is not None and same_way)
         if known and here != there:
-            found.append(f"{said} ({str(here)[:8]}, {str(there)[:8]})")
-    return " and ".join(found)
+            differing.append(f"{words} ({str(here)[:8]}, {str(there)[:8]})")
+    return " and ".join(differing)
 
 
-def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
+def listing(differing: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
     """Differences in words."""
     # Readable values come before hashes.
-    named = sorted(found, key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
+    named = sorted(differing, key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
     shown = [
         f"{_in_words(name) if _is_hash(one) or _is_hash(other) else name}: {_brief(one)} {there}, "
         f"{_brief(other)} {here}"
@@ -123,9 +123,9 @@ def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
-def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+def structure_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:
     """A sentence if dualeval's files, the layout, the structure or constants differ; else empty."""
-    names = [name.removeprefix("job.") for name, _, _ in found]
+    names = [name.removeprefix("job.") for name, _, _ in differing]
     if "source.dualeval" in names:
         return (
             " (source.dualeval is a hash of dualeval's own files: the other one has a different version of "

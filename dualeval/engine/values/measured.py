@@ -86,14 +86,14 @@ def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Map
 
 def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
     """Add the samples of consecutive batches to a metric, one batch at a time if it asks for that."""
-    own = columns_of(metric, columns)
+    read = columns_of(metric, columns)
     if not per_batch(metric):
-        metric.update(slots, own)
+        metric.update(slots, read)
         return
     start = 0
     for count in batches:
         if count:
-            part = {name: values[start : start + count] for name, values in own.items()}
+            part = {name: values[start : start + count] for name, values in read.items()}
             metric.update(slots, columns_of(metric, part))
         start += count
 
@@ -147,38 +147,38 @@ def plain(metric: str, measured: Measured) -> Measured:
                 raise UsageError(f"metric {metric!r} gave {name} for {key!r}, and no value of that name")
     # Drop intervals with a missing end.
     fields["intervals"] = {key: tuple(ends) for key, ends in fields["intervals"].items() if None not in ends}
-    said = measured.warnings
-    if not isinstance(said, (tuple, list)) or not all(map(_is_text, said)):
-        raise _unexpected(metric, "warnings", said, "a tuple of texts")
-    found = replace(measured, **fields, warnings=(*said, *lost))
+    sentences = measured.warnings
+    if not isinstance(sentences, (tuple, list)) or not all(map(_is_text, sentences)):
+        raise _unexpected(metric, "warnings", sentences, "a tuple of texts")
+    checked = replace(measured, **fields, warnings=(*sentences, *lost))
     try:
         # Written as for the digest and result.json.
-        json.dumps(asdict(found), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(asdict(checked), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise UsageError(
             f"metric {metric!r} gave a text that is not Unicode (half a surrogate pair): {error.object!a}"
         ) from error
-    return found
+    return checked
 
 
-def _field(metric: str, field: str, given: Any, lost: list[str]) -> dict[str, Any]:
+def _field(metric: str, field: str, nest: Any, lost: list[str]) -> dict[str, Any]:
     """A field with entries by key, checked; in errors, keys of ``values`` appear without the field's name."""
-    found = _mapping(metric, field, given, lost, at_top=field == "values")
+    entries = _mapping(metric, field, nest, lost, at_top=field == "values")
     fits, expected = _EXPECTED.get(field, (lambda value: not isinstance(value, Score), _VALUE))
-    for key, value in found.items():
+    for key, value in entries.items():
         if not fits(value):
-            raise _unexpected(metric, f"{field}.{key}", given[key], expected)
-    return found
+            raise _unexpected(metric, f"{field}.{key}", nest[key], expected)
+    return entries
 
 
-def _mapping(metric: str, where: str, given: Any, lost: list[str], *, at_top: bool = False) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise _unexpected(metric, where, given, "a dict")
-    for key in given:
+def _mapping(metric: str, where: str, nest: Any, lost: list[str], *, at_top: bool = False) -> dict[str, Any]:
+    if not isinstance(nest, Mapping):
+        raise _unexpected(metric, where, nest, "a dict")
+    for key in nest:
         if not isinstance(key, str):
             raise UsageError(f"metric {metric!r}: {where} has the key {key!r}, expected a text")
     return {
-        key: _plain(metric, key if at_top else f"{where}.{key}", value, lost) for key, value in given.items()
+        key: _plain(metric, key if at_top else f"{where}.{key}", value, lost) for key, value in nest.items()
     }
 
 
@@ -203,8 +203,8 @@ def _plain(metric: str, where: str, value: Any, lost: list[str]) -> Any:
 
 
 def _unexpected(metric: str, where: str, value: Any, expected: str) -> UsageError:
-    found = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-    return UsageError(f"metric {metric!r} gave {found} for {where}, expected {expected}")
+    shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    return UsageError(f"metric {metric!r} gave {shown} for {where}, expected {expected}")
 
 
 def fields_of_result(measured: Sequence[Measured]) -> dict[str, Any]:
@@ -224,15 +224,15 @@ def rough_warnings(rough: Mapping[str, str]) -> list[str]:
     return [f"the interval of {keys} is rough: {why}" for why, keys in named.items()]
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for each in mappings for key, value in each.items()}
 
 
 def measure(
-    parts: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
+    ledger: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
 ) -> list[Measured]:
     """What all samples give: by metrics with their slots of the ledger, then by row metrics."""
-    measured = [plain(metric.name, metric.compute(slots)) for metric, slots in parts]
+    measured = [plain(metric.name, metric.compute(slots)) for metric, slots in ledger]
     measured += [plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics]
     check_keys(measured)
     return measured
@@ -277,12 +277,12 @@ def clustered_fields(
     read: Callable[[Sequence[str]], Mapping[str, Rows]],
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a result, and warnings; for a column of clusters, ``read`` gives some kept columns."""
-    found = None
+    by_clusters = None
     if cluster is not None:
         scores = [score for part in measured for score in part.scores.values()]
         wanted = dict.fromkeys((cluster, *(column for score in scores for column in score.columns)))
-        found = find_clusters(cluster, measured, read([column for column in wanted if column in kept]))
-    return with_clusters(fields_of_result(measured), cluster, found)
+        by_clusters = find_clusters(cluster, measured, read([column for column in wanted if column in kept]))
+    return with_clusters(fields_of_result(measured), cluster, by_clusters)
 
 
 def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
@@ -294,21 +294,21 @@ def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Ro
     scores = {key: score for part in measured for key, score in part.scores.items()}
     absent = {key: [each for each in score.columns if each not in rows] for key, score in scores.items()}
     known = {key: score for key, score in scores.items() if not absent[key]}
-    found = cluster_intervals(name, rows, values, known, units)
+    by_clusters = cluster_intervals(name, rows, values, known, units)
     without = [
         f"no interval of {key} by {name}: the run has not kept the column {columns[0]!r}"
         for key, columns in absent.items()
         if columns
     ]
-    apart = [key for key, ends in found.intervals.items() if not _holds(ends, values[key])]
+    apart = [key for key, ends in by_clusters.intervals.items() if not _holds(ends, values[key])]
     without += [
         f"no interval of {key} by {name}: its score gives another value than its metric" for key in apart
     ]
     return replace(
-        found,
-        intervals={key: ends for key, ends in found.intervals.items() if key not in apart},
-        rough={key: why for key, why in found.rough.items() if key not in apart},
-        warnings=(*found.warnings, *without),
+        by_clusters,
+        intervals={key: ends for key, ends in by_clusters.intervals.items() if key not in apart},
+        rough={key: why for key, why in by_clusters.rough.items() if key not in apart},
+        warnings=(*by_clusters.warnings, *without),
     )
 
 
@@ -331,10 +331,10 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
 
 
 def with_clusters(
-    fields: Mapping[str, Any], name: str | None, found: ClusterIntervals | None
+    fields: Mapping[str, Any], name: str | None, by_clusters: ClusterIntervals | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a result, with intervals by clusters in place of those for independent samples."""
-    if name is None or found is None:
+    if name is None or by_clusters is None:
         rough = {**_without_wrong(fields, fields["intervals"]), **fields["rough"]}
         return {**fields, "rough": rough}, rough_warnings(rough)
     without = [
@@ -342,15 +342,15 @@ def with_clusters(
         for key in fields["intervals"]
         if key not in fields["scores"]
     ]
-    rough = {**_without_wrong(fields, found.intervals), **found.rough}
+    rough = {**_without_wrong(fields, by_clusters.intervals), **by_clusters.rough}
     new = {
         **fields,
-        "intervals": found.intervals,
+        "intervals": by_clusters.intervals,
         "rough": rough,
         "naive_intervals": fields["intervals"],
-        "clusters": {"column": name, "count": found.count},
+        "clusters": {"column": name, "count": by_clusters.count},
     }
-    return new, [*found.warnings, *without, *rough_warnings(rough)]
+    return new, [*by_clusters.warnings, *without, *rough_warnings(rough)]
 
 
 def _without_wrong(fields: Mapping[str, Any], intervals: Mapping[str, Ends]) -> dict[str, str]:

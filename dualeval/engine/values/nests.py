@@ -74,10 +74,10 @@ def _zero(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        found = np.empty_like(value)
+        zeros = np.empty_like(value)
         for place in np.ndindex(value.shape):
-            found[place] = zeros_like(value[place])
-        return found
+            zeros[place] = zeros_like(value[place])
+        return zeros
     if isinstance(value, np.ndarray):
         return np.zeros_like(value)
     if isinstance(value, np.generic):
@@ -107,8 +107,8 @@ def opened_nest(nest: Any) -> _Opened | None:
         return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
     if (known := pytree.SUPPORTED_NODES.get(kind)) is not None:
         # Not by pytree's own walk, whose inner function is recursive.
-        given, context = known.flatten_fn(nest)
-        parts = [*given]
+        children, context = known.flatten_fn(nest)
+        parts = [*children]
         names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)
         return names, parts, lambda values: known.unflatten_fn(values, context)
     if isinstance(nest, (dict, UserDict)) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
@@ -152,13 +152,13 @@ def _of_object(
     attributes = own_attributes(nest)
 
     def made_of(parts: Sequence[Any]) -> Any:
-        found = of_items(parts[: len(items)])
+        made = of_items(parts[: len(items)])
         for name, value in zip(attributes, parts[len(items) :], strict=True):
-            if name in getattr(found, "__dict__", ()):
-                found.__dict__[name] = value
+            if name in getattr(made, "__dict__", ()):
+                made.__dict__[name] = value
             else:  # a slot, also of a frozen object; or not set yet
-                object.__setattr__(found, name, value)
-        return found
+                object.__setattr__(made, name, value)
+        return made
 
     # A UserDict's items are in an attribute.
     of_data = "data" if isinstance(nest, UserDict) else None
@@ -185,14 +185,14 @@ def held_by(value: Any, at_most: int) -> list[Any]:
 
 def own_attributes(value: Any) -> dict[str, Any]:
     """The values in an object's ``__dict__`` and slots, by name; without computed attributes."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for kind in reversed(type.__dict__["__mro__"].__get__(type(value))):
         space = type.__dict__["__dict__"].__get__(kind)
         holder = space.get("__dict__")
         # A class may define a __dict__ that is computed.
         if type(holder) is GetSetDescriptorType or type(holder) is MemberDescriptorType:
             content = holder.__get__(value)
-            found.update((name, item) for name, item in dict.items(content) if type(name) is str)
+            attributes.update((name, item) for name, item in dict.items(content) if type(name) is str)
         slots = space.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
@@ -200,7 +200,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
             slot = space.get(name)
             if type(slot) is MemberDescriptorType:
                 try:
-                    found[name] = slot.__get__(value)
+                    attributes[name] = slot.__get__(value)
                 except AttributeError:  # an empty slot
                     continue
-    return found
+    return attributes

@@ -102,22 +102,22 @@ class Difference:
         form, dtype, _ = kind_of(rows)
         return cls(is_float=form == "plain" and dtype.kind == "f")
 
-    def add(self, own: Rows, there: Rows, name: Callable[[int], str]) -> npt.NDArray[np.intp]:
+    def add(self, here: Rows, there: Rows, name: Callable[[int], str]) -> npt.NDArray[np.intp]:
         """Add pairs of rows; returns the positions of those that differ in any bit."""
-        wrong = differing_rows(own, there)
+        wrong = differing_rows(here, there)
         if self.is_float:
-            self.finite += len(own) - len(wrong)
+            self.finite += len(here) - len(wrong)
         if len(wrong):
             self.rows_differ += len(wrong)
             self.first = self.first or name(int(wrong[0]))
-            self.measure(own[wrong], there[wrong], lambda row: name(int(wrong[row])))
+            self.measure(here[wrong], there[wrong], lambda row: name(int(wrong[row])))
         return wrong
 
-    def measure(self, own: Rows, there: Rows, name: Callable[[int], str]) -> None:
+    def measure(self, here: Rows, there: Rows, name: Callable[[int], str]) -> None:
         """Add the sizes of the differences between rows that differ, if the column holds floats."""
         if not self.is_float:
             return
-        one, other = (values_of(rows).astype(np.float64).reshape(len(rows), -1) for rows in (own, there))
+        one, other = (values_of(rows).astype(np.float64).reshape(len(rows), -1) for rows in (here, there))
         # Two NaNs, or two equal infinities, are no difference, whatever their bits.
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.checks import first_batch as trial
+from dualeval.engine.checks import first_batch
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from tests.engine.test_evaluator import evaluate
@@ -272,6 +272,6 @@ def test_a_first_batch_that_cannot_be_read_is_passed_over(tmp_path: Path) -> Non
 
 def test_the_trial_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = evaluate(TinyTask(SAMPLES, broken=[3]), tmp_path / "a", batch_size=BATCH, on_error="skip")
-    monkeypatch.setattr(trial, "try_first_batch", lambda *_, **__: [])
+    monkeypatch.setattr(first_batch, "try_first_batch", lambda *_, **__: [])
     plain = evaluate(TinyTask(SAMPLES, broken=[3]), tmp_path / "b", batch_size=BATCH, on_error="skip")
     assert tried.metrics_digest == plain.metrics_digest

@@ -18,7 +18,7 @@ import torch
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
 from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor
-from dualeval.engine.control.progress import Heartbeat, Name, Progress, Stage, Work
+from dualeval.engine.control.progress import Activity, Heartbeat, Name, Progress, Stage
 from dualeval.world import World
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here", start="1") for rank in range(3)}
@@ -126,7 +126,7 @@ def computing(name: str, share: float) -> Iterator[None]:
 
 def windows_of_work(seconds: float) -> int:
     """How many windows count as work while this thread sleeps."""
-    work = Work()
+    work = Activity()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.05)
@@ -135,7 +135,7 @@ def windows_of_work(seconds: float) -> int:
 
 
 def test_what_computes_works() -> None:
-    work = Work()
+    work = Activity()
     while work.count() == 0:
         sum(range(100_000))
 
@@ -157,7 +157,7 @@ def test_who_reads_from_a_slow_disk_works(tmp_path: Path) -> None:
     """It takes no tenth of a core, but moves bytes."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 20))
-    work = Work()
+    work = Activity()
     with file.open("rb", buffering=0) as content:
         while content.read(1 << 15):
             time.sleep(0.02)

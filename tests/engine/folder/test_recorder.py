@@ -15,9 +15,9 @@ from torch import Tensor
 from dualeval.columns.ragged import values_of
 from dualeval.engine.folder import recorder
 from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
-from dualeval.engine.folder.recorder import Ledger, Recorder, Work
+from dualeval.engine.folder.recorder import HandedBatch, Ledger, Recorder
+from dualeval.engine.folder.row_windows import EVALUATED
 from dualeval.engine.folder.stored_rows import MemoryWriter
-from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.values.plan import MAX_CHUNKS, EvalPlan
 from dualeval.errors import DualevalError, ExactlyOnceError
@@ -30,10 +30,10 @@ COLUMNS: dict[str, Callable[[], Any]] = {
 }
 
 
-def work_of(plan: EvalPlan, batch: int, failed: Sequence[FailedSample] = ()) -> Work:
+def work_of(plan: EvalPlan, batch: int, failed: Sequence[FailedSample] = ()) -> HandedBatch:
     """One batch of a plan whose chunks have one batch each."""
     samples = plan.batch_samples(batch)
-    return Work(chunk=batch, batch=batch, samples=samples, is_last=True, failed=tuple(failed))
+    return HandedBatch(chunk=batch, batch=batch, samples=samples, is_last=True, failed=tuple(failed))
 
 
 @pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
@@ -226,7 +226,7 @@ def test_metrics_have_slots_of_their_own() -> None:
     ledger = Ledger(PLAN, [Mean("a", name="first"), Mean("b", name="second")])
     ledger.update(columns, [2])
     values = {}
-    for metric, slots in ledger.parts():
+    for metric, slots in ledger.slots():
         values.update(metric.compute(slots).values)
     assert values == {"first": 1.5, "second": 20.0}
     assert ledger.values[: 3 * PLAN.num_chunks].sum() == 0

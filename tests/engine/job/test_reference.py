@@ -81,7 +81,7 @@ def test_the_numbers_are_those_of_the_two_files(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_rows, "WINDOW_ROWS", 7)
-    monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", 7)
+    monkeypatch.setattr("dualeval.engine.folder.row_windows.WINDOW_ROWS", 7)
     out = tmp_path / "second"
     job = {"precision": "fp32", "mean": (0.5,), "layout": "x", "by": ("target",)}
     result = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)

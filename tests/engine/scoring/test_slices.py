@@ -282,7 +282,7 @@ def test_each_kind_of_column_has_its_groups() -> None:
     def labels(values: Any, **options: Any) -> list[tuple[str, int]]:
         found = groups_of("a", {"a": values}, **options)
         assert [len(places) for places in found.members()] == np.bincount(found.places).tolist()
-        return [*zip(found.labels, map(len, found.members()), strict=True)]
+        return [*zip(found.names, map(len, found.members()), strict=True)]
 
     assert labels(["b", "a", "", None, "a"]) == [("(empty)", 1), ("a", 2), ("b", 1), ("(missing)", 1)]
     assert labels(np.array([True, False, True])) == [("false", 1), ("true", 2)]
@@ -314,7 +314,7 @@ def test_each_kind_of_column_has_its_groups() -> None:
 def test_a_cross_has_the_groups_that_there_are() -> None:
     keys: Mapping[str, Any] = {"scanner": ["A", "B", "A", "A"], "sex": np.array([True, False, True, False])}
     found = groups_of("scanner*sex", keys)
-    assert found.labels == ["A * false", "A * true", "B * false"]
+    assert found.names == ["A * false", "A * true", "B * false"]
     assert found.values[1] == {"scanner": "A", "sex": True}
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
 
@@ -322,10 +322,10 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
 def test_bins_cut_the_numbers_of_a_cross() -> None:
     ages, grades = np.arange(60), np.arange(60) % 3
     keys: Mapping[str, Any] = {"age": ages, "grade": grades, "sex": ["f", "m"] * 30}
-    assert groups_of("age*grade", keys, (30,)).labels[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
-    assert groups_of("sex*grade", keys, (1,)).labels == ["f * <1", "f * 1 or more", "m * <1", "m * 1 or more"]
+    assert groups_of("age*grade", keys, (30,)).names[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
+    assert groups_of("sex*grade", keys, (1,)).names == ["f * <1", "f * 1 or more", "m * <1", "m * 1 or more"]
     keys = {"a": grades, "b": grades}
-    assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
+    assert groups_of("a*b", keys, (1,)).names == ["<1 * <1", "1 or more * 1 or more"]
 
 
 # -- metrics by group ----------------------------------------------------------------------------------

@@ -87,11 +87,11 @@ class RowsOfChunks(ABC):
 
     def read_rows(self, column: str, start: int, stop: int) -> Rows:
         """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
-        found = self.columns[column]
-        if found.form == PLAIN:
-            return self._values(found, start, stop)
+        stored = self.columns[column]
+        if stored.form == PLAIN:
+            return self._values(stored, start, stop)
         offsets = self.read_offsets(column, start, stop)
-        return rows_of(found.form, self._values(found, *offsets[[0, -1]].tolist()), offsets - offsets[0])
+        return rows_of(stored.form, self._values(stored, *offsets[[0, -1]].tolist()), offsets - offsets[0])
 
     def read_offsets(self, column: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Where the values of each row of a ragged column begin, and where those of the last row end."""
@@ -100,8 +100,8 @@ class RowsOfChunks(ABC):
 
     def _values(self, column: StoredColumn, start: int, stop: int) -> npt.NDArray[Any]:
         count = (stop - start) * column.row_bytes // column.dtype.itemsize
-        found = self._read(column.dtype, count, column.values_at + start * column.row_bytes)
-        return found.reshape(stop - start, *column.row_shape)
+        values = self._read(column.dtype, count, column.values_at + start * column.row_bytes)
+        return values.reshape(stop - start, *column.row_shape)
 
     @abstractmethod
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
@@ -110,7 +110,7 @@ class RowsOfChunks(ABC):
 
 def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:
     """Plain values that describe the columns, and the arrays that hold them in their order on the disk."""
-    described, arrays = [], []
+    entries, arrays = [], []
     for name, column in columns.items():
         rows = to_rows(column)
         values = _little(values_of(rows))
@@ -118,15 +118,15 @@ def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]
         if isinstance(rows, RaggedRows):
             entry |= {"form": form_of(rows), "values": len(values)}
             arrays.append(_little(rows.offsets))
-        described.append(entry)
+        entries.append(entry)
         arrays.append(values)
-    return described, arrays
+    return entries, arrays
 
 
-def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
+def place_columns(entries: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
     """Where columns are stored that follow each other from byte ``offset``."""
     columns = {}
-    for entry in described:
+    for entry in entries:
         form = entry.get("form", PLAIN)
         column = columns[entry["name"]] = StoredColumn(
             form=form,
@@ -193,10 +193,10 @@ def read_columns(
     if folder is None:  # if nothing is written, all rows are in memory already
         held = list(pieces())
         return {name: read_only(concatenated_rows([piece.pop(name) for piece in held])) for name in columns}
-    with MappedColumns(folder) as found:
+    with MappedColumns(folder) as mapped:
         for piece in pieces():
-            found.append(piece)
-        return found.columns()
+            mapped.append(piece)
+        return mapped.columns()
 
 
 def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
@@ -206,9 +206,9 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
         for name, column in file.columns.items():
             like = known.setdefault(name, column)
             if (like.form, like.dtype, like.row_shape) != (column.form, column.dtype, column.row_shape):
-                own, other = kind_text(column.empty(0)), kind_text(like.empty(0))
+                kind, other = kind_text(column.empty(0)), kind_text(like.empty(0))
                 raise DualevalError(
-                    f"column {name!r} is {own} in {file.path}, and {other} in another file: each batch must "
+                    f"column {name!r} is {kind} in {file.path}, and {other} in another file: each batch must "
                     "give the same columns, of the same dtype and row shape. Fix the task: that "
                     "makes it another job, which starts over."
                 )
@@ -244,19 +244,19 @@ def _rows_of(
 ) -> Rows:
     """One column of consecutive chunks."""
     numbers = where[chunks.start : chunks.stop, 0]
-    parts: dict[int, Rows] = {}
+    rows: dict[int, Rows] = {}
     for number in sorted(set(numbers.tolist())):
         if name not in files[number].columns:
             continue
         # One read per column and file: a file's chunks of this window lie close together.
-        own = (chunks.start + np.flatnonzero(numbers == number)).tolist()
-        places = [(int(where[c, 1]), int(where[c, 1]) + len(plan.chunk_samples(c))) for c in own]
+        held = (chunks.start + np.flatnonzero(numbers == number)).tolist()
+        places = [(int(where[c, 1]), int(where[c, 1]) + len(plan.chunk_samples(c))) for c in held]
         low = min(start for start, _ in places)
         block = files[number].read_rows(name, low, max(stop for _, stop in places))
-        parts |= {c: block[start - low : stop - low] for c, (start, stop) in zip(own, places, strict=True)}
-    sizes = ((c, len(plan.chunk_samples(c))) for c in chunks if c not in parts)
-    parts |= {c: column.empty(size) for c, size in sizes}
-    return concatenated_rows([parts[c] for c in chunks])
+        rows |= {c: block[start - low : stop - low] for c, (start, stop) in zip(held, places, strict=True)}
+    sizes = ((c, len(plan.chunk_samples(c))) for c in chunks if c not in rows)
+    rows |= {c: column.empty(size) for c, size in sizes}
+    return concatenated_rows([rows[c] for c in chunks])
 
 
 def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int64]:
@@ -313,10 +313,10 @@ class MappedColumns:
     def columns(self) -> dict[str, Rows]:
         """All columns, by name; they stay valid when the files are closed."""
         with self._room():
-            found: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
+            arrays: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
             for name, (form, offsets) in self._offsets.items():
-                found[name] = rows_of(form, values_of(found[name]), offsets.mapped())
-        return found
+                arrays[name] = rows_of(form, values_of(arrays[name]), offsets.mapped())
+        return arrays
 
     def _array(self, like: npt.NDArray[Any]) -> _Array:
         return _Array(self._files.enter_context(_nameless(self._folder)), like.dtype, like.shape[1:])
@@ -374,6 +374,6 @@ def _nameless(folder: Path | None) -> IO[bytes]:
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    found = array.view()
-    found.flags.writeable = False
-    return found
+    view = array.view()
+    view.flags.writeable = False
+    return view
