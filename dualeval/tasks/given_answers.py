@@ -91,21 +91,21 @@ class GivenAnswers(ScoredAnswers):
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Column]:
         """Score the answers; a question that has none in the file is wrong."""
         ids = [self._questions.id(index) for index in samples]
-        given = [self._answers.get(name) for name in ids]
-        found: dict[str, Column] = {**self._scored(given, samples)}
+        answers = [self._answers.get(name) for name in ids]
+        scored: dict[str, Column] = {**self._scored(answers, samples)}
         if self._odds is not None:
-            found |= {f"span_{name}": column for name, column in found.items()}
-            found["span_is_empty"] = torch.tensor([answer == "" for answer in given])
+            scored |= {f"span_{name}": column for name, column in scored.items()}
+            scored["span_is_empty"] = torch.tensor([answer == "" for answer in answers])
             # What is not answered is answered last.
             odds = [
                 _NEVER if answer is None else self._odds[name]
-                for name, answer in zip(ids, given, strict=True)
+                for name, answer in zip(ids, answers, strict=True)
             ]
-            found["null_odds"] = torch.tensor(odds, dtype=torch.float64)
+            scored["null_odds"] = torch.tensor(odds, dtype=torch.float64)
         if self._unanswerable:
-            found["has_answer"] = self._has_answer(samples)
-        found[ARTICLE] = self._articles(samples)
-        return found
+            scored["has_answer"] = self._has_answer(samples)
+        scored[ARTICLE] = self._articles(samples)
+        return scored
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> dict[str, list[str | None]]:
         """The answers; None for none in the file."""

@@ -83,16 +83,16 @@ class ImageClassification(picture_task.PictureTask):
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             ImageClassificationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
-        given = of_python(ImageClassificationOptions, options, metrics, data=data)
-        asked = {name: getattr(given, name) for name in _PIXELS if getattr(given, name) is not None}
+        settings = of_python(ImageClassificationOptions, options, metrics, data=data)
+        asked = {name: getattr(settings, name) for name in _PIXELS if getattr(settings, name) is not None}
         named = {} if preprocessing is None else {"preprocessing": preprocessing}
         asked |= preprocessing if isinstance(preprocessing, Mapping) else named
-        weights = given.weights
+        weights = settings.weights
         if model is None and (weights is not None or data is not None):
             flag = "--weights" if data is None else "--data"
             raise UsageError(f"{flag} was given without --model. Name the model that is to be evaluated.")
         name = classifiers.EMBEDDED if model is None else model
-        source = classifiers.source_of(name, dict(model_arguments or {}), trust=given.trust_checkpoint)
+        source = classifiers.source_of(name, dict(model_arguments or {}), trust=settings.trust_checkpoint)
         self._model_name = model = source.name
         embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
@@ -102,15 +102,15 @@ class ImageClassification(picture_task.PictureTask):
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
-        super().__init__(source, weights, given)
-        self._data = DataSource(given)
-        self._class_map = None if given.class_map is None else Path(given.class_map)
-        self._class_order = given.class_order
-        self._asked_classes = given.num_classes
-        whole_files = given.data_fingerprint == "content"
+        super().__init__(source, weights, settings)
+        self._data = DataSource(settings)
+        self._class_map = None if settings.class_map is None else Path(settings.class_map)
+        self._class_order = settings.class_order
+        self._asked_classes = settings.num_classes
+        whole_files = settings.data_fingerprint == "content"
         self._preprocessing, self._dataset = self._open_data(asked, whole_files, cache or DataCache())
-        self._data_fingerprint = "content" if self._data.is_small else given.data_fingerprint
-        self._metric_names = given.metric
+        self._data_fingerprint = "content" if self._data.is_small else settings.data_fingerprint
+        self._metric_names = settings.metric
         self._model_detail = ""
 
     @property
@@ -142,7 +142,7 @@ class ImageClassification(picture_task.PictureTask):
             base = picture_task.named_preprocessing(*carried)
         if keeps_size and (base is None or type(base.values) is Normalisation):
             known = known if base is None else (base.values, base.origin)
-            chosen = picture_task.choose_for_small(data.described_small, images.sample_shape, known, flags)
+            chosen = picture_task.choose_for_small(data.small_description, images.sample_shape, known, flags)
         else:
             chosen = picture_task.choose_for_files(self._model, self._source, base, flags)
         return chosen, images.prepared(chosen.values)
@@ -171,8 +171,8 @@ class ImageClassification(picture_task.PictureTask):
     @property
     def _weights_are_embedded(self) -> bool:
         path = self._source.path
-        own = path is not None and path.resolve() == EMBEDDED_WEIGHTS
-        return own and self._model_name == classifiers.EMBEDDED
+        is_shipped = path is not None and path.resolve() == EMBEDDED_WEIGHTS
+        return is_shipped and self._model_name == classifiers.EMBEDDED
 
     @property
     def _may_have_more_classes(self) -> bool:
@@ -227,9 +227,9 @@ class ImageClassification(picture_task.PictureTask):
                 f"{hint_for(labels, error.count)}"
             ) from error
         except OtherShapes as error:
-            if (found := error.sizes.get(self._num_classes or 0)) is None:
+            if (classes := error.sizes.get(self._num_classes or 0)) is None:
                 raise
-            hint = hint_for(self._dataset.labels, found)
+            hint = hint_for(self._dataset.labels, classes)
             raise UsageError(f"{error}{self._folders_as_classes()}{hint}") from error
 
     def _folders_as_classes(self) -> str:
@@ -310,16 +310,16 @@ class ImageClassification(picture_task.PictureTask):
         size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if as_stored else ""
         return {
             "model": self._model.shown + self._model_detail,
-            "weights": self._described_weights(),
-            "data": self._data.described(),
+            "weights": self._weights_description(),
+            "data": self._data.description(),
             **({} if self._data.is_small else {"labels": str(self._dataset.labels)}),
             "preprocessing": f"{size}{self._preprocessing.values} ({self._preprocessing.origin})",
         }
 
-    def _described_weights(self) -> str:
+    def _weights_description(self) -> str:
         if self._weights_are_embedded:
             return f"{EMBEDDED_WEIGHTS.name}, shipped with dualeval"
-        return super()._described_weights()
+        return super()._weights_description()
 
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes, labels and preprocessing; data and weights have fingerprints of their own."""

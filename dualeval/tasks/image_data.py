@@ -58,9 +58,9 @@ class DataSource:
     def _refuse_meaningless(self) -> None:
         options = self._options
         of_manifest = ("image_root", "path_column", "label_column", "quoting")
-        given = [name for name in of_manifest if getattr(options, name) is not None]
-        if given and not self._is_manifest:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        meaningless = [name for name in of_manifest if getattr(options, name) is not None]
+        if meaningless and not self._is_manifest:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in meaningless)
             raise UsageError(
                 f"{flags} does not apply to {self.name}: it is for a manifest, a file that ends with "
                 f"{', '.join(TABLES)}. Leave it out."
@@ -74,19 +74,19 @@ class DataSource:
             "whole. Leave it out, and give the folder or manifest of that split."
         )
 
-    def check_labels(self, given: Mapping[str, object]) -> None:
+    def check_labels(self, flags: Mapping[str, object]) -> None:
         """Check that options about labels have a meaning for this data."""
         if not self.is_small:
             return
-        for flag, value in given.items():
+        for flag, value in flags.items():
             if value is not None:
                 raise UsageError(
-                    f"{flag} does not apply to the {self.described_small}: their labels are numbers. Leave "
+                    f"{flag} does not apply to the {self.small_description}: their labels are numbers. Leave "
                     "it out."
                 )
 
     @property
-    def described_small(self) -> str:
+    def small_description(self) -> str:
         """Small images in messages."""
         return f"idx files in {self.name}" if self._named is None else f"images of {self.name}"
 
@@ -152,7 +152,7 @@ class DataSource:
             "quoting": options.quoting,
         }
 
-    def described(self) -> str:
+    def description(self) -> str:
         """The data for people."""
         if self.is_embedded:
             return "Fashion-MNIST's test set, shipped with dualeval"

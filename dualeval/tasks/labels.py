@@ -63,9 +63,9 @@ class FolderLabels:
         key, of_file = read_class_names(self._weights)
         named = KnownClasses(of=f"{self._weights} ({key})", names=of_file)
         if named.are_named(names):
-            found = choose(known=named)
+            by_checkpoint = choose(known=named)
             # Where both agree the job is what it was without the names.
-            return found if found.classes != labels.classes else replace(labels, warnings=())
+            return by_checkpoint if by_checkpoint.classes != labels.classes else replace(labels, warnings=())
         if known is None and (len(of_file) == len(names) or {*of_file} & {*names}):
             return _with_other_names(labels, named)
         return labels
@@ -88,8 +88,8 @@ def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) ->
     """The number of classes by data and options; None where neither tells."""
     if labels.are_partial:
         if asked is not None:
-            said = f"--class-map {class_map}"
-            check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
+            flag = f"--class-map {class_map}"
+            check_indices(labels.classes, asked, flag, f"--num-classes is {asked}")
         return asked or labels.largest + 1
     if labels.num_classes is None or asked in (None, labels.num_classes):
         return labels.num_classes or asked
@@ -182,15 +182,15 @@ _PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
 
 def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
     """The names of a model's classes in its ``id2label``; none where these are placeholders."""
-    found = getattr(getattr(model, "config", None), "id2label", None) or {}
-    names = tuple(str(found.get(index, "LABEL_0")) for index in range(count))
+    id2label = getattr(getattr(model, "config", None), "id2label", None) or {}
+    names = tuple(str(id2label.get(index, "LABEL_0")) for index in range(count))
     unknown = all(map(_PLACEHOLDER.fullmatch, names)) or len({*names}) < count
     return () if unknown else names
 
 
 def number_targets(rows: DataRows, column: str) -> Tensor:
     """The number of each row, float64 (rows,)."""
-    found = []
+    numbers = []
     for place, value in enumerate(rows.column(column)):
         try:
             number = float(value)
@@ -201,5 +201,5 @@ def number_targets(rows: DataRows, column: str) -> Tensor:
                 f"{rows.where(place)}: the label (column {column!r}) is {value!r}, expected a finite number: "
                 "the model has one output (num_labels 1), so it is evaluated as a regression."
             )
-        found.append(number)
-    return torch.tensor(found, dtype=torch.float64)
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float64)

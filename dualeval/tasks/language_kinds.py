@@ -139,17 +139,17 @@ class Choices(RowKind):
     def warnings(self) -> list[str]:
         contexts = (row[0] for row in self.of.values if self.target_delimiter[:1].isspace())
         count = sum(isinstance(text, str) and text[-1:].isspace() for text in contexts)
-        said = f"{count} of {len(self)} contexts end in white space, and --target-delimiter "
+        begin = f"{count} of {len(self)} contexts end in white space, and --target-delimiter "
         without = f"give --target-delimiter {self.target_delimiter.lstrip()!r}, or contexts without it"
-        return [f"{said}{self.target_delimiter!r} adds more: {without}"] if count else []
+        return [f"{begin}{self.target_delimiter!r} adds more: {without}"] if count else []
 
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
         context, choices, answer = choices_of(self.of, index)
-        found = {self.of.columns[0]: context}
+        texts = {self.of.columns[0]: context}
         for place, (choice, value) in enumerate(zip(choices, row["loglikelihoods"], strict=True)):
             marks = [*["right"] * (place == answer), *["chosen"] * (place == row["prediction"])]
-            found[", ".join([f"choice {place}", *marks])] = f"{choice} ({value:.2f})"
-        return found
+            texts[", ".join([f"choice {place}", *marks])] = f"{choice} ({value:.2f})"
+        return texts
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         return {
@@ -161,17 +161,17 @@ class Choices(RowKind):
 
     def observe(self, outputs: list[Tensor], batch: Mapping[str, Any]) -> dict[str, Any]:
         none = torch.zeros(0, dtype=torch.float64, device=batch["cut"].device)
-        found = -torch.cat([none, *outputs])[batch["places"]]
+        loglikelihoods = -torch.cat([none, *outputs])[batch["places"]]
         return {
-            "loglikelihoods": Ragged(found, batch["counts"]),
+            "loglikelihoods": Ragged(loglikelihoods, batch["counts"]),
             "answer": batch["answer"],
             "cut": batch["cut"],
         }
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         answers = columns["answer"].tolist()
-        found = zip(samples, columns["loglikelihoods"], strict=True)
-        best = [self._best(index, each.tolist()) for index, each in found]
+        pairs = zip(samples, columns["loglikelihoods"], strict=True)
+        best = [self._best(index, each.tolist()) for index, each in pairs]
         accuracies = {
             name: torch.tensor([each[place] == answer for each, answer in zip(best, answers, strict=True)])
             for place, name in enumerate(_ACCURACIES)
@@ -179,14 +179,14 @@ class Choices(RowKind):
         first = torch.tensor([each[0] for each in best], dtype=torch.int32)
         return {**columns, **accuracies, "prediction": first}
 
-    def _best(self, index: int, found: Sequence[float]) -> tuple[int, int, int]:
+    def _best(self, index: int, loglikelihoods: Sequence[float]) -> tuple[int, int, int]:
         """The likeliest choice, that by character, and that by byte; of equal ones the first."""
-        if not found or any(map(math.isnan, found)):
+        if not loglikelihoods or any(map(math.isnan, loglikelihoods)):
             return NONE, NONE, NONE
         choices = choices_of(self.of, index)[1]
         ones, characters = [1] * len(choices), [len(choice) for choice in choices]
         sizes = (ones, characters, [len(choice.encode()) for choice in choices])
-        scores = [[value / size for value, size in zip(found, each, strict=True)] for each in sizes]
+        scores = [[value / size for value, size in zip(loglikelihoods, each, strict=True)] for each in sizes]
         first, second, third = (each.index(max(each)) for each in scores)
         return first, second, third
 
@@ -211,8 +211,8 @@ class Answers(RowKind):
 
     def warnings(self) -> list[str]:
         asked = ", ".join(self.other_search)
-        said = f"the model's generation_config asks for {asked}, which is not done here: answers are plain "
-        return [f"{said}greedy ones, and may differ from those of model.generate()"] if asked else []
+        begin = f"the model's generation_config asks for {asked}, which is not done here: answers are plain "
+        return [f"{begin}greedy ones, and may differ from those of model.generate()"] if asked else []
 
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)
@@ -235,7 +235,7 @@ class Answers(RowKind):
     def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         # The last row is that of prompts which could not be read.
         none = torch.full((1, self.max_new_tokens), NONE, device=batch["cut"].device)
-        tokens = torch.cat([*(found for found, _ in outputs), none])[batch["places"]]
+        tokens = torch.cat([*(ids for ids, _ in outputs), none])[batch["places"]]
         has_nan = torch.cat([*(nan for _, nan in outputs), none[0, :1] == 0])[batch["places"]]
         return {"generated": tokens, "nan_logits": has_nan, "cut": batch["cut"]}
 

@@ -75,10 +75,10 @@ class LanguageModeling(TextTask):
     ) -> None:
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             LanguageModelingOptions(metric=(), **options)  # type: ignore[arg-type]
-        given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
-        super().__init__(model, tokenizer, USE, given)
-        self._data = _read(data, given, cache or DataCache())
-        self._text, self._quoting = given.text, given.quoting
+        settings = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
+        super().__init__(model, tokenizer, USE, settings)
+        self._data = _read(data, settings, cache or DataCache())
+        self._text, self._quoting = settings.text, settings.quoting
         self._metrics = chosen(metrics, metrics_of_kind(self._data.kind))
         self._tokens = text_models.CausalTokens(
             text_models.read_tokenizer(self._model.folder, USE), self._model.folder
@@ -86,33 +86,33 @@ class LanguageModeling(TextTask):
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
         positions = _positions_of(model if is_known else self._model.folder)
-        self._asked_length = given.max_length
-        self._max_length = given.max_length or min(positions or _LONGEST, _LONGEST)
-        if is_known or given.max_length is None:
+        self._asked_length = settings.max_length
+        self._max_length = settings.max_length or min(positions or _LONGEST, _LONGEST)
+        if is_known or settings.max_length is None:
             self._check_positions(positions)
-        self._own = {"max_length": self._max_length, **_of_kind(self._data, given)}
+        self._options = {"max_length": self._max_length, **_of_kind(self._data, settings)}
         self._kind = self._make_kind()
 
     def _make_kind(self) -> Documents | Choices | Answers:
         """What is done with samples of the data's kind."""
-        length, own, rows, tokens = self._max_length, self._own, self._data.rows, self._tokens
+        length, options, rows, tokens = self._max_length, self._options, self._data.rows, self._tokens
         if rows is None:
-            own["stride"] = length if own["stride"] is None else own["stride"]
-            if own["stride"] > length:
+            options["stride"] = length if options["stride"] is None else options["stride"]
+            if options["stride"] > length:
                 raise UsageError(
-                    f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
-                    "no window can predict so many. Give a smaller one."
+                    f"--stride {options['stride']} is more than the {length} tokens of a window "
+                    "(--max-length): no window can predict so many. Give a smaller one."
                 )
-            documents, kept = self._data.documents, self._data.kept
-            return Documents(DocumentWindows(documents, tokens.fast, prefix=tokens.prefix, kept=kept, **own))
+            texts, kept = self._data.documents, self._data.kept
+            return Documents(DocumentWindows(texts, tokens.fast, prefix=tokens.prefix, kept=kept, **options))
         if self._data.kind == CHOICES:
-            return Choices(of=rows, tokens=tokens, **own)
-        if own["max_new_tokens"] >= length:
+            return Choices(of=rows, tokens=tokens, **options)
+        if options["max_new_tokens"] >= length:
             raise UsageError(
-                f"--max-new-tokens {own['max_new_tokens']} leaves no room for a prompt: the model sees "
+                f"--max-new-tokens {options['max_new_tokens']} leaves no room for a prompt: the model sees "
                 f"{length} tokens at once (--max-length). Give a smaller one."
             )
-        return Answers(of=rows, tokens=tokens, **own)
+        return Answers(of=rows, tokens=tokens, **options)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -155,22 +155,22 @@ class LanguageModeling(TextTask):
     def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The logits of some tokens, checked for their shape."""
         folder, count, shape = self._model.folder, self._known, tuple(tokens.shape)
-        given = {"use_cache": False} if text_models.is_of_library(model) else {}
+        arguments = {"use_cache": False} if text_models.is_of_library(model) else {}
         try:
             logits = text_models.logits_of(
-                text_models.try_out(folder, lambda: model(tokens, **given), shape[1])
+                text_models.try_out(folder, lambda: model(tokens, **arguments), shape[1])
             )
         except UsageError as error:
             raise UsageError(
                 f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "
                 "model takes fewer tokens: give --max-length."
             ) from error
-        found = tuple(getattr(logits, "shape", ()))
-        if len(found) != 3 or found[:2] != shape or found[2] < count:
+        logits_shape = tuple(getattr(logits, "shape", ()))
+        if len(logits_shape) != 3 or logits_shape[:2] != shape or logits_shape[2] < count:
             raise UsageError(
-                f"the model in {folder} gave {found or type(logits).__name__} for tokens of shape {shape}: "
-                f"expected logits of shape {(*shape, count)} or more, as its tokenizer tells {count} tokens "
-                "apart. Give a model and a tokenizer that belong together."
+                f"the model in {folder} gave {logits_shape or type(logits).__name__} for tokens of shape "
+                f"{shape}: expected logits of shape {(*shape, count)} or more, as its tokenizer tells "
+                f"{count} tokens apart. Give a model and a tokenizer that belong together."
             )
         assert isinstance(logits, Tensor)
         return logits
@@ -214,14 +214,14 @@ class LanguageModeling(TextTask):
             "data": self._data.source,
             "text": self._text,
             "quoting": self._quoting,
-            **self._own,
+            **self._options,
         }
 
     def description(self) -> dict[str, str]:
         count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
-        named = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self._own.items())
+        text = ", ".join(f"{name.replace('_', ' ')} {_typed(value)}" for name, value in self._options.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
-        return {**self._model.description(), "data": data, "tokens": named}
+        return {**self._model.description(), "data": data, "tokens": text}
 
     def data_warnings(self) -> list[str]:
         return [*super().data_warnings(), *self._kind.warnings()]
@@ -229,7 +229,7 @@ class LanguageModeling(TextTask):
     def fingerprint(self) -> dict[str, Any]:
         """What the numbers depend on, besides data and weights."""
         # Another rule than that of dualeval before it: -3.5 is not 35, and "A" is not nothing.
-        is_new = {"punctuation", "articles"} & {*self._own.get("ignore", ())}
+        is_new = {"punctuation", "articles"} & {*self._options.get("ignore", ())}
         rule = {"answers": "not as SQuAD"} if is_new else {}
         return {
             **rule,
@@ -237,7 +237,7 @@ class LanguageModeling(TextTask):
             "config": self._model.fingerprint(),
             "tokenizer": self._tokens.fingerprint(),
             "stops": self._kind.stops,
-            **self._own,
+            **self._options,
         }
 
 
@@ -246,27 +246,27 @@ def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence
     return chosen(names, metrics_of_kind(options["kind"]))
 
 
-def _shown(value: Any) -> str:
+def _typed(value: Any) -> str:
     """The value of an option, as one types it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ",".join(value) if isinstance(value, tuple) else repr(value)
 
 
-def _of_kind(data: LanguageData, given: LanguageModelingOptions) -> dict[str, Any]:
+def _of_kind(data: LanguageData, settings: LanguageModelingOptions) -> dict[str, Any]:
     """The options that the data's kind has; another one is refused where it was given."""
     for name, kind in _KIND_OF.items():
         # A dataclass keeps the default of a field in its class.
-        if kind != data.kind and getattr(given, name) != getattr(LanguageModelingOptions, name):
+        if kind != data.kind and getattr(settings, name) != getattr(LanguageModelingOptions, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} is for {_WORDS[kind]}, and {data.of} has {_WORDS[data.kind]}. "
                 "Leave it out."
             )
-    return {name: getattr(given, name) for name, kind in _KIND_OF.items() if kind == data.kind}
+    return {name: getattr(settings, name) for name, kind in _KIND_OF.items() if kind == data.kind}
 
 
-def _read(data: str | Path | PythonRows, given: LanguageModelingOptions, cache: DataCache) -> LanguageData:
-    asked = given.text, TableOptions(given.keep, given.quoting)
+def _read(data: str | Path | PythonRows, settings: LanguageModelingOptions, cache: DataCache) -> LanguageData:
+    asked = settings.text, TableOptions(settings.keep, settings.quoting)
     if not isinstance(data, str | Path):
         return read_language_data(data, *asked)
     key = ("language", Path(data).absolute(), *asked)
@@ -282,5 +282,5 @@ def _positions_of(model: Any) -> int | None:
                 config = transformers_for(USE.name).AutoConfig.from_pretrained(model, **LOCAL)
             except (OSError, ValueError):  # said when it is built
                 return _LONGEST
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None

@@ -186,13 +186,13 @@ class ModelTask(Task):
             self._signature.bind(*values)
             self._bound = len(values)
         except TypeError as error:
-            found = "one value" if len(values) == 1 else f"{len(values)} values"
+            count = "one value" if len(values) == 1 else f"{len(values)} values"
             of_numbers = len(values) > 1 and all(
                 isinstance(each, Tensor) and each.ndim == 1 for each in values
             )
             hint = " If these are one list of numbers, make it a torch.tensor." if of_numbers else ""
             raise UsageError(
-                f"the input of a sample is {found}, and {type(model).__name__}.forward takes "
+                f"the input of a sample is {count}, and {type(model).__name__}.forward takes "
                 f"{self._signature}.{hint} {refusals.FORWARD}."
             ) from error
 
@@ -275,8 +275,8 @@ class ModelTask(Task):
         if self._classes is None or self._observe is not None:
             return columns
         targets = (columns.given if isinstance(columns, LateColumns) else columns)["target"]
-        found = targets.numpy()  # on the host, where a kernel of torch takes longer to be called
-        if len(found) and not 0 <= found.min() <= found.max() < self._classes:
+        labels = targets.numpy()  # on the host, where a kernel of torch takes longer to be called
+        if len(labels) and not 0 <= labels.min() <= labels.max() < self._classes:
             wrong = int(((targets < 0) | (targets >= self._classes)).nonzero()[0])
             raise UsageError(
                 f"sample {samples[wrong]} has the label {int(as_labels(targets)[wrong])}, but the model has "
@@ -293,16 +293,16 @@ class ModelTask(Task):
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
-            own = self._default()
+            metrics = self._default()
         else:
-            own = by_names(self._metrics, self._known(), self._named)
-        known = {metric.name for metric in own}
-        return with_warning([*own, *self._asked_for(known)], {*self._columns, *self.on_request})
+            metrics = by_names(self._metrics, self._known(), self._named)
+        known = {metric.name for metric in metrics}
+        return with_warning([*metrics, *self._asked_for(known)], {*self._columns, *self.on_request})
 
     def data_warnings(self) -> list[str]:
         left, takes = ", ".join(map(repr, self._left_out)), ", ".join(self._signature.parameters)
-        said = f"the model does not get {left} of the samples: its forward takes {takes}. {refusals.FORWARD}"
-        return [said] if left else []
+        text = f"the model does not get {left} of the samples: its forward takes {takes}. {refusals.FORWARD}"
+        return [text] if left else []
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
         """The metrics that the run asks for by name, and the task would not have made."""
@@ -333,14 +333,14 @@ class ModelTask(Task):
                 "(docs/metrics.md)"
             )
         # The mean of the targets says nothing of the model.
-        found = [name for name, column in self._columns.items() if _is_number(column) and name != "target"]
-        if not found:
+        names = [name for name, column in self._columns.items() if _is_number(column) and name != "target"]
+        if not names:
             why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(
                 f"the columns are {', '.join(self._columns)}, none with one number per sample: give "
                 f"metrics=[...] (docs/metrics.md).{why}"
             )
-        return [Mean(name) for name in found]
+        return [Mean(name) for name in names]
 
     def _named(self, name: str) -> Metric | RowMetric:
         if of_no_task([name]):
@@ -438,9 +438,9 @@ def _tensor_of(outputs: Any, batch: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     for name in refusals.OUTPUTS:
-        found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-        if isinstance(found, Tensor):
-            return found
+        value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        if isinstance(value, Tensor):
+            return value
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
         return outputs[0]
     raise refusals.no_tensor(outputs, batch)

@@ -25,7 +25,7 @@ from dualeval.models.weights import (
 )
 from dualeval.tasks import Task, place_of
 from dualeval.tasks.options.base import PictureOptions
-from dualeval.tasks.refusals import for_a_trial, refused_images
+from dualeval.tasks.refusals import copy_sharing_tensors, refused_images
 
 # What decides the numbers of picture files, and is never assumed.
 NEEDED = ("resize", "crop", "mean", "std")
@@ -71,8 +71,8 @@ def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
         and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}
         and all(named[name] is not None for name in NEEDED)
     ):
-        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
-        values = Preprocessing(**given)
+        arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        values = Preprocessing(**arguments)
     elif callable(named):
         values = OwnPreprocessing(function=named)
     else:
@@ -85,12 +85,12 @@ def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
 
 def _function_at(named: str) -> Any:
     place, _, name = named.rpartition(":")
-    said = f"--preprocessing {named}"
+    flag = f"--preprocessing {named}"
     from dualeval.user_code.importing import own_module
 
-    module = own_module(place, said)
+    module = own_module(place, flag)
     if not hasattr(module, name):
-        raise UsageError(f"{said}: {place} has no {name!r}.{nearest(name, dir(module))}")
+        raise UsageError(f"{flag}: {place} has no {name!r}.{nearest(name, dir(module))}")
     return getattr(module, name)
 
 
@@ -106,34 +106,34 @@ def choose_for_files(
     model: ModelSource, source: WeightsSource, base: ChosenPreprocessing | None, asked: Mapping[str, Any]
 ) -> ChosenPreprocessing:
     """Choose for image files: what was asked for, and else what was named or is published for the model."""
-    own = model.preprocessing(source) if base is None else None
-    given = asked
+    defaults = model.preprocessing(source) if base is None else None
+    arguments = asked
     if base is not None:
         if _does_all(base, asked):
             return base
         if isinstance(base.values, Preprocessing):
-            own = base.values
+            defaults = base.values
         elif not {"resize", "crop", "interpolation"} & asked.keys():
             origin = _origin(Normalisation, asked, base.origin)
             # Only grey ones are more than the pictures as they are: those jobs stay what they were.
-            given = {**asdict(base.values), **asked}
-            kind = Uncropped if given.get("channels") == 1 else Normalisation
-            kept = {name: value for name, value in given.items() if name in _names(kind)}
+            arguments = {**asdict(base.values), **asked}
+            kind = Uncropped if arguments.get("channels") == 1 else Normalisation
+            kept = {name: value for name, value in arguments.items() if name in _names(kind)}
             return ChosenPreprocessing(values=kind(**kept), origin=origin)
         else:
-            given = {**asdict(base.values), **asked}
-    if given.get("channels") == 1 and not {"mean", "std"} <= given.keys():
+            arguments = {**asdict(base.values), **asked}
+    if arguments.get("channels") == 1 and not {"mean", "std"} <= arguments.keys():
         raise UsageError(
             "--channels 1 needs --mean and --std: ImageNet's are for three colours. Give the values of the "
             "model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
         )
-    missing = [f"--{name}" for name in NEEDED if name not in given]
-    if missing and base is not None and own is None:
+    missing = [f"--{name}" for name in NEEDED if name not in arguments]
+    if missing and base is not None and defaults is None:
         raise UsageError(
             f"--{next(iter(asked))}: {base.origin} leaves pictures in their own size. Give "
             f"{' and '.join(missing)}, too, as in --resize 64 --crop 64."
         )
-    if missing and own is None:
+    if missing and defaults is None:
         raise UsageError(
             f"--model {model.name}: nothing says how its pictures are prepared (missing: "
             f"{', '.join(missing)}). Wrong values give wrong metrics: give those of the model's training. "
@@ -142,12 +142,12 @@ def choose_for_files(
             "picture to a tensor), or each value, as in --resize 64 --crop 64 --mean 0 --std 1. In Python "
             'these are arguments, as preprocessing="imagenet".'
         )
-    own = own or Preprocessing()
+    defaults = defaults or Preprocessing()
     if "resize" in asked:  # of the shorter side, whatever the model's is of
-        own = replace(own, resize_mode="shorter", resize_width=None, padding=None)
+        defaults = replace(defaults, resize_mode="shorter", resize_width=None, padding=None)
     if "crop" in asked:
-        own = replace(own, crop_width=None)
-    values = replace(own, **given)
+        defaults = replace(defaults, crop_width=None)
+    values = replace(defaults, **arguments)
     if len({"resize", "crop"} & asked.keys()) == 1 and values.padding is None:
         _refuse_borders(values, "crop" if "resize" in asked else "resize")
     others = model.preprocessing_origin(source) if base is None else base.origin
@@ -175,7 +175,7 @@ def _refuse_borders(values: Preprocessing, other: str) -> None:
 
 
 def choose_for_small(
-    described: str,
+    data_name: str,
     shape: tuple[int, int, int],
     known: tuple[Normalisation, str] | None,
     asked: Mapping[str, Any],
@@ -184,13 +184,13 @@ def choose_for_small(
     channels, height, width = shape
     if "interpolation" in asked:
         raise UsageError(
-            f"--interpolation does not apply to the {described}: their images are evaluated in their own "
+            f"--interpolation does not apply to the {data_name}: their images are evaluated in their own "
             f"size, {height} x {width}. Leave it out, or give --resize and --crop."
         )
     missing = [f"--{name}" for name in _names(Normalisation) if name not in asked]
     if missing and known is None:
         raise UsageError(
-            f"the {described} need {' and '.join(missing)}: these belong to the weights, and nothing tells "
+            f"the {data_name} need {' and '.join(missing)}: these belong to the weights, and nothing tells "
             "which ones this model was trained with. Give the values of its training, for pixels scaled to "
             "[0, 1], as in --mean 0.5 --std 0.5; --preprocessing none stands for 0 and 1. (With --resize "
             "and --crop they are prepared like picture files.)"
@@ -201,7 +201,7 @@ def choose_for_small(
     if asked.get("channels") not in (None, channels):
         if height != width:
             raise UsageError(
-                f"--channels {asked['channels']} for the {described} of {height} x {width} pixels: give "
+                f"--channels {asked['channels']} for the {data_name} of {height} x {width} pixels: give "
                 "--resize and --crop, too, which make squares."
             )
         values = Preprocessing(
@@ -219,11 +219,11 @@ def choose_uncropped(
     published_uncropped: Callable[[ModelSource, WeightsSource], tuple[Uncropped, str] | None],
 ) -> ChosenPreprocessing:
     """As ``choose_for_files``, of pictures that stay whole and may have any size."""
-    base, own = _uncropped(named, f"--preprocessing {named}"), None
+    base, published = _uncropped(named, f"--preprocessing {named}"), None
     if base is None and not {"mean", "std"} <= asked.keys():
         base = _uncropped(*model.carried_preprocessing(weights, num_classes))
-        own = published_uncropped(model, weights) if base is None else None
-        if base is None and own is None:
+        published = published_uncropped(model, weights) if base is None else None
+        if base is None and published is None:
             raise UsageError(
                 f"--model {model.name}: nothing says how its pictures are prepared. Wrong values give wrong "
                 "metrics: give those of the model's training. Type --preprocessing none (pictures as they "
@@ -233,12 +233,12 @@ def choose_uncropped(
             )
     if base is not None and _does_all(base, asked):
         return base
-    values, origin = own or (Uncropped(mean=(0.0,), std=(1.0,)), "given")
+    values, origin = published or (Uncropped(mean=(0.0,), std=(1.0,)), "given")
     if base is not None:
         assert isinstance(base.values, Uncropped)
         values, origin = base.values, base.origin
     warning = ""
-    if own is not None and weights.path is not None and weights.entry is None and weights.text:
+    if published is not None and weights.path is not None and weights.entry is None and weights.text:
         warning = (
             f"the preprocessing is that of {model.name} ({values}): nothing says what {weights.text} was "
             "trained with. Other values change the metrics: give --resize, --mean and --std of its "
@@ -254,17 +254,17 @@ def choose_uncropped(
 def _uncropped(named: Any, origin: str) -> ChosenPreprocessing | None:
     """As ``named_preprocessing``; its words and fields stand for no crop here."""
     if isinstance(named, Mapping) and {"mean", "std"} <= named.keys() <= {*_names(Uncropped)}:
-        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
-        return ChosenPreprocessing(values=Uncropped(**given), origin=origin)
-    found = named_preprocessing(named, origin)
-    if found is None or isinstance(found.values, OwnPreprocessing):
-        return found
-    if isinstance(found.values, Preprocessing) and named != "imagenet":
+        arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        return ChosenPreprocessing(values=Uncropped(**arguments), origin=origin)
+    chosen = named_preprocessing(named, origin)
+    if chosen is None or isinstance(chosen.values, OwnPreprocessing):
+        return chosen
+    if isinstance(chosen.values, Preprocessing) and named != "imagenet":
         raise UsageError(
             f"{origin}: it cuts a part out of each picture, and masks are compared whole. Give a dict with "
             "mean and std, and perhaps resize, or a function of a PIL picture."
         )
-    return replace(found, values=Uncropped(mean=found.values.mean, std=found.values.std))
+    return replace(chosen, values=Uncropped(mean=chosen.values.mean, std=chosen.values.std))
 
 
 def _names(kind: type[Normalisation]) -> list[str]:
@@ -273,12 +273,12 @@ def _names(kind: type[Normalisation]) -> list[str]:
 
 def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) -> str:
     """Which values were asked for, and where the others come from."""
-    given = [name for name in ("channels", "resize", "interpolation", "crop", "mean", "std") if name in asked]
-    if not given:
+    names = [name for name in ("channels", "resize", "interpolation", "crop", "mean", "std") if name in asked]
+    if not names:
         return others
-    if {*_names(kind)} & {*STEPS} - {"channels"} <= {*given}:
+    if {*_names(kind)} & {*STEPS} - {"channels"} <= {*names}:
         return "given"
-    *most, last = given
+    *most, last = names
     return f"{', '.join(most)}{' and ' if most else ''}{last} given; the rest: {others}"
 
 
@@ -288,15 +288,15 @@ class PictureTask(Task):
     libraries = ("torchvision", "pillow")
     _preprocessing: ChosenPreprocessing
 
-    def __init__(self, model: ModelSource, weights: str | None, given: PictureOptions) -> None:
+    def __init__(self, model: ModelSource, weights: str | None, options: PictureOptions) -> None:
         if weights is None and model.needs_weights:
-            own = ", --weights DEFAULT (the library's own)" if model.publishes_weights else ""
+            default = ", --weights DEFAULT (the library's own)" if model.publishes_weights else ""
             raise UsageError(
-                f"--model {model.name} was given without --weights. Give --weights PATH{own} or --weights "
-                "random:SEED (untrained)."
+                f"--model {model.name} was given without --weights. Give --weights PATH{default} or "
+                "--weights random:SEED (untrained)."
             )
-        key, prefix = given.weights_key, given.weights_prefix
-        refuse_choice_without_file(given.weights, key, prefix, model.trust and not model.needs_trust)
+        key, prefix = options.weights_key, options.weights_prefix
+        refuse_choice_without_file(options.weights, key, prefix, model.trust and not model.needs_trust)
         self._model = model
         self._source = model.find_weights(weights)
         self._loading = Loading(key=key, prefix=prefix, on_load=self._remember)
@@ -327,7 +327,7 @@ class PictureTask(Task):
         """What a model gives for blank images; where it fails, what to type."""
         try:
             with torch.inference_mode():
-                return run(for_a_trial(model))
+                return run(copy_sharing_tensors(model))
         except (DualevalError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the model's own code any
@@ -376,8 +376,8 @@ class PictureTask(Task):
 
     def sources(self) -> list[Any]:
         wanted = self._preprocessing.values
-        own = [wanted.function] if isinstance(wanted, OwnPreprocessing) else []
-        return [*self._model.sources(), *own]
+        functions = [wanted.function] if isinstance(wanted, OwnPreprocessing) else []
+        return [*self._model.sources(), *functions]
 
     def _model_options(self) -> dict[str, Any]:
         path = self._source.path
@@ -389,7 +389,7 @@ class PictureTask(Task):
             "trust_checkpoint": self._model.trust,
         }
 
-    def _described_weights(self) -> str:
+    def _weights_description(self) -> str:
         source = self._source
         if source.path is None:
             return source.text if source.seed is None else f"{source.text}, untrained"

@@ -70,9 +70,9 @@ class QuestionAnswering(TextTask, ScoredAnswers):
     ) -> None:
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             QuestionAnsweringOptions(metric=(), **options)
-        given = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
-        max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold
-        TextTask.__init__(self, model, tokenizer, USE, given)
+        settings = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
+        max_length, stride, null_threshold = settings.max_length, settings.stride, settings.null_threshold
+        TextTask.__init__(self, model, tokenizer, USE, settings)
         if isinstance(data, (str, Path)):
             self._data, named = str(Path(data).absolute()), str(data)
             key = ("questions", self._data)
@@ -92,7 +92,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
                 f"--null-threshold {null_threshold}: expected a finite number. 1e30 leaves no question "
                 "without an answer, -1e30 all."
             )
-        self._n_best, self._max_answer_length = given.n_best, given.max_answer_length
+        self._n_best, self._max_answer_length = settings.n_best, settings.max_answer_length
         self._null_threshold = null_threshold or 0.0
         encoder, facts = load_tokenizer(self._model.folder, USE)
         self._vocabulary = encoder
@@ -103,7 +103,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
                 f"{max_length} leaves between the tokenizer's own. Give a smaller --stride."
             )
         self._encoder = WindowEncoder(
-            encoder, facts, max_length=max_length, stride=stride, most_windows=given.batch_size
+            encoder, facts, max_length=max_length, stride=stride, most_windows=settings.batch_size
         )
         self._dataset = EncodedQuestions(self._questions, self._encoder)
 
@@ -142,9 +142,9 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         shape = tuple(windows["input_ids"].shape)
         outputs = try_out(folder, lambda: model(**windows), shape[1])
         for name in ("start_logits", "end_logits"):
-            found = getattr(outputs, name, None)
-            if found is None or tuple(found.shape) != shape:
-                gave = "no" if found is None else tuple(found.shape)
+            logits = getattr(outputs, name, None)
+            if logits is None or tuple(logits.shape) != shape:
+                gave = "no" if logits is None else tuple(logits.shape)
                 raise UsageError(
                     f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one "
                     "per token."
@@ -188,15 +188,15 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         ]
         starts, ends = (torch.tensor(places, dtype=torch.int32) for places in zip(*spans, strict=True))
         texts = self._cut(starts.tolist(), ends.tolist(), samples.start)
-        found: dict[str, Column] = {**columns, "start": starts, "end": ends, ARTICLE: self._articles(samples)}
+        marks: dict[str, Column] = {**columns, "start": starts, "end": ends, ARTICLE: self._articles(samples)}
         # Whatever the right answer is: a NaN logit is not an answer.
         failed = columns["nan_logits"].tolist()
         of_spans = self._scored(_without(texts, failed), samples)
         if not self._unanswerable:
-            return {**found, **of_spans}
+            return {**marks, **of_spans}
         final = self._final(texts, columns["null_odds"].tolist())
         return {
-            **found,
+            **marks,
             "has_answer": self._has_answer(samples),
             "span_is_empty": starts == ends,
             **{f"span_{name}": column for name, column in of_spans.items()},

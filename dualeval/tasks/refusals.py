@@ -31,7 +31,7 @@ TARGETS = ("target", "targets", "label", "labels", "y")
 OUTPUTS = ("logits", "out", "output", "prediction", "predictions")
 
 
-def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
+def check_call(argument: str, function: Any, arguments: tuple[str, ...]) -> None:
     """Check that a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function) if function is not None else None
@@ -40,12 +40,12 @@ def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
     if signature is None:
         return
     try:
-        signature.bind(*given)
+        signature.bind(*arguments)
     except TypeError as error:
-        own = getattr(function, "__name__", type(function).__name__)
+        name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
-            f"{argument} is {own}{signature}, and is called as {own}({', '.join(given)}): expected a "
-            f"function that takes {'these' if given else 'no arguments, as lambda: Net(10)'}"
+            f"{argument} is {name}{signature}, and is called as {name}({', '.join(arguments)}): expected a "
+            f"function that takes {'these' if arguments else 'no arguments, as lambda: Net(10)'}"
         ) from error
 
 
@@ -62,7 +62,7 @@ def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
 def no_tensor(outputs: Any, batch: Any) -> UsageError:
     """The error of a model with several outputs, none of which has a known name."""
     return UsageError(
-        f"the model returned {described(outputs)}, expected a tensor, or what holds one as "
+        f"the model returned {describe(outputs)}, expected a tensor, or what holds one as "
         f"{', '.join(OUTPUTS)}. {_advice(outputs, _input_of(batch))}"
     )
 
@@ -77,7 +77,7 @@ def _input_of(batch: Any) -> str:
     return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
 
 
-def described(outputs: Any) -> str:
+def describe(outputs: Any) -> str:
     """What a model has returned, for messages."""
     if isinstance(outputs, Tensor):
         return str(tuple(outputs.shape))
@@ -116,24 +116,24 @@ def a_kind(value: Any) -> str:
 
 def why_no_classes(outputs: Tensor, target: Tensor) -> str:
     """What there is in place of logits and labels."""
-    found = (
+    shapes = (
         f"The outputs have shape {tuple(outputs.shape)} and {outputs.dtype}, the targets "
         f"{tuple(target.shape)} and {target.dtype}; logits are floats of shape (samples, classes) and labels "
         "integers of shape (samples,)."
     )
     if outputs.ndim == target.ndim + 1 > 2 and not target.is_floating_point():
-        return f"{found} For logits at each position give metrics=[dualeval.metrics.IoU(CLASSES)]."
+        return f"{shapes} For logits at each position give metrics=[dualeval.metrics.IoU(CLASSES)]."
     if outputs.ndim != 2 or outputs.shape[1] < 2:
-        return found
+        return shapes
     if target.ndim == 1 and target.is_floating_point():
-        return f"{found} Make the targets integers, as with target.long()."
+        return f"{shapes} Make the targets integers, as with target.long()."
     if target.ndim == 2 and target.shape[1] == 1:
-        return f"{found} Drop the second dimension of the targets, as with target.squeeze(1)."
+        return f"{shapes} Drop the second dimension of the targets, as with target.squeeze(1)."
     if target.ndim == 2 and target.shape == outputs.shape:
         if {*target.flatten().tolist()} <= {0, 1} and (target.sum(1) == 1).all():
-            return f"{found} From targets with a 1 at one class per sample, take target.argmax(1)."
-        return f"{found} {OBSERVE}: one for each number, as {{'a': (outputs - batch[1])[:, 0].abs()}}."
-    return found
+            return f"{shapes} From targets with a 1 at one class per sample, take target.argmax(1)."
+        return f"{shapes} {OBSERVE}: one for each number, as {{'a': (outputs - batch[1])[:, 0].abs()}}."
+    return shapes
 
 
 def why_no_target(target: Any) -> str:
@@ -147,13 +147,13 @@ def why_no_target(target: Any) -> str:
 def refuse_other_task(model: str | None, data: Path | None) -> None:
     """Refuse what is meant for question answering."""
     if data is not None and data.suffix == ".json" and not data.is_dir():
-        found = f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)"
+        reason = f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)"
     elif model is not None and (Path(model) / "config.json").is_file():
-        found = f"--model {model} is a folder with a config.json (of an image classifier: hf:{model})"
+        reason = f"--model {model} is a folder with a config.json (of an image classifier: hf:{model})"
     else:
         return
     raise UsageError(
-        f"the task is image-classification: {found}. For questions on texts type: dualeval run --task "
+        f"the task is image-classification: {reason}. For questions on texts type: dualeval run --task "
         f"question-answering --model {model or 'DIR'} --data {data or 'FILE.json'}"
     )
 
@@ -174,48 +174,48 @@ def refused_images(
 ) -> DualevalError:
     """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
     shape = tuple(images.shape[1:])
-    said = first_line(error)
+    text = first_line(error)
     # torch says by these what shapes and dtypes do not fit; any other is an error of the code.
     if is_raised_by_own_code(error) or not isinstance(error, (RuntimeError, AssertionError, ValueError)):
         kind = type(error).__name__
-        what = kind if said == kind else f"{kind}: {said}"
+        what = kind if text == kind else f"{kind}: {text}"
         return DualevalError(
             f"the code of the model {name} raised {what} (its input: float32 images of shape "
             f"{shape}, channels, height, width)"
         )
     begin = f"the model {name} cannot take images of shape {shape} (channels, height, width)"
     others = [str(kind).removeprefix("torch.") for kind in floating_dtypes(model) if kind != torch.float32]
-    if others and TorchError.ANY_TYPE.search(said):
+    if others and TorchError.ANY_TYPE.search(text):
         return UsageError(
-            f"{begin}: its parameters are {', '.join(others)}, and images come as float32 ({said}). Return "
+            f"{begin}: its parameters are {', '.join(others)}, and images come as float32 ({text}). Return "
             "model.float() from its function; --precision amp-bf16 or amp-fp16 computes in half precision."
         )
     if (channels := channels_of(error)) is not None and channels[1] == shape[0]:
         return UsageError(
-            f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
+            f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({text}). "
             f"{_of_channels(channels[0], wanted)}"
         )
-    flat = TorchError.WRONG_WIDTH.search(said)
+    flat = TorchError.WRONG_WIDTH.search(text)
     if flat is not None and shape[0] == 3 and int(flat[1]) == 3 * int(flat[2]):
         return UsageError(
-            f"{begin}: a layer takes a third of these values ({said}). {_of_channels(1, wanted)}"
+            f"{begin}: a layer takes a third of these values ({text}). {_of_channels(1, wanted)}"
         )
-    return UsageError(f"{begin}: {said}. Set the size with {size}, or give data of the model's size.")
+    return UsageError(f"{begin}: {text}. Set the size with {size}, or give data of the model's size.")
 
 
-def _of_channels(own: int, wanted: Normalisation) -> str:
+def _of_channels(count: int, wanted: Normalisation) -> str:
     if isinstance(wanted, OwnPreprocessing):
-        return f"Let the function {wanted} return {own} channels."
-    if own in (1, 3):
-        is_of_colours = own == 1 and len(wanted.mean) > 1
+        return f"Let the function {wanted} return {count} channels."
+    if count in (1, 3):
+        is_of_colours = count == 1 and len(wanted.mean) > 1
         values = " and the --mean and --std of the model's training" if is_of_colours else ""
-        return f"Give --channels {own}{values}."
-    return f"Pictures have 3 channels, or 1 with --channels 1: make {own} of them in the model's forward."
+        return f"Give --channels {count}{values}."
+    return f"Pictures have 3 channels, or 1 with --channels 1: make {count} of them in the model's forward."
 
 
 def no_logits(name: str, outputs: object, images: int) -> UsageError:
     """The error of a model that returned no logits."""
-    begin = f"the model {name} returned {described(outputs)} for {images} images, expected logits of shape "
+    begin = f"the model {name} returned {describe(outputs)} for {images} images, expected logits of shape "
     places = tensors_in(outputs)
     if not places:
         return UsageError(f"{begin}(images, classes).")
@@ -225,7 +225,7 @@ def no_logits(name: str, outputs: object, images: int) -> UsageError:
     )
 
 
-def for_a_trial(model: nn.Module) -> nn.Module:
+def copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     try:

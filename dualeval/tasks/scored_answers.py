@@ -25,8 +25,8 @@ _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u3
 
 def answer_metrics(*, unanswerable: bool) -> list[Metric]:
     """The metrics of answers, wherever they come from."""
-    found: list[Metric] = [ExactMatch(parts=unanswerable), F1(parts=unanswerable)]
-    return [*found, AnswerCounts()] if unanswerable else found
+    metrics: list[Metric] = [ExactMatch(parts=unanswerable), F1(parts=unanswerable)]
+    return [*metrics, AnswerCounts()] if unanswerable else metrics
 
 
 class ScoredAnswers(Task):

@@ -32,7 +32,7 @@ from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks.keywords import SegmentationKeywords
 from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
-from dualeval.tasks.refusals import described
+from dualeval.tasks.refusals import describe
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
@@ -94,20 +94,20 @@ class Segmentation(PictureTask):
             options["ignore_index"] = (label,)
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             SegmentationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
-        self._given = asked = of_python(
+        self._options = settings = of_python(
             SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
         )
-        source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
-        super().__init__(source, asked.weights, asked)
-        self._num_classes = asked.num_classes
-        pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
+        source = segmenter_of(model, dict(model_arguments or {}), trust=settings.trust_checkpoint)
+        super().__init__(source, settings.weights, settings)
+        self._num_classes = settings.num_classes
+        pixels = {name: getattr(settings, name) for name in _PIXELS if getattr(settings, name) is not None}
         self._preprocessing = choose_uncropped(
-            source, self._source, asked.num_classes, preprocessing, pixels, published_uncropped
+            source, self._source, settings.num_classes, preprocessing, pixels, published_uncropped
         )
         values = {} if mask_values is None else read_mask_values(mask_values)
-        ignored = (() if values else _IGNORED) if asked.ignore_index is None else asked.ignore_index
+        ignored = (() if values else _IGNORED) if settings.ignore_index is None else settings.ignore_index
         ignored = () if ignored == "none" else ignored
-        if values and (ignored or asked.reduce_labels == "yes"):
+        if values and (ignored or settings.reduce_labels == "yes"):
             other = "--ignore-index" if ignored else "--reduce-labels yes"
             raise UsageError(
                 f"--mask-values and {other} both say what a label is. Leave {other} out: in --mask-values "
@@ -116,21 +116,21 @@ class Segmentation(PictureTask):
         reduces = not values and isinstance(source, TransformersSegmenter) and source.reduces_labels()
         self._rule = LabelRule(
             ignore=ignored,
-            reduce=reduces if asked.reduce_labels is None else asked.reduce_labels == "yes",
+            reduce=reduces if settings.reduce_labels is None else settings.reduce_labels == "yes",
             values=values,
         )
         self._dataset = open_masked(
-            asked.data,
+            settings.data,
             folder,
             self._rule,
             self._preprocessing.values,
-            columns=(asked.path_column, asked.mask_column),
-            whole_files=asked.data_fingerprint == "content",
-            options=TableOptions(asked.keep, asked.quoting),
+            columns=(settings.path_column, settings.mask_column),
+            whole_files=settings.data_fingerprint == "content",
+            options=TableOptions(settings.keep, settings.quoting),
             cache=cache or DataCache(),
         )
         self._class_names = _names_of(class_names)
-        self._metric_names = asked.metric
+        self._metric_names = settings.metric
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
 
@@ -161,7 +161,7 @@ class Segmentation(PictureTask):
         self._scale = self._scale_on(device)
         if isinstance(wanted := self._preprocessing.values, OwnPreprocessing):
             with suppress(OSError, ValueError):  # the loop names it
-                self._refuse_parts(wanted)
+                self._refuse_crops(wanted)
         blanks = (self._dataset.placeholder(index)[0] for index in range(min(_TRIED, len(self._dataset))))
         any_size = torch.zeros(3, 64, 64, dtype=torch.uint8)
         image = next((blank for blank in blanks if blank.numel()), any_size)
@@ -170,54 +170,54 @@ class Segmentation(PictureTask):
         self._check_classes(logits.shape[1])
         return model
 
-    def _refuse_parts(self, wanted: OwnPreprocessing) -> None:
+    def _refuse_crops(self, wanted: OwnPreprocessing) -> None:
         """Refuse a function that pads or crops: the tensor's border does not depend on the picture's."""
         draw, last = np.random.default_rng(0), len(self._dataset) - 1
         some = (self._dataset.placeholder(last * place // _TRIED) for place in range(_TRIED))
         for height, width in dict.fromkeys(tuple(labels.shape) for _, labels, _ in some if labels.numel()):
             noise = draw.integers(0, 256, (height, width, 3), np.uint8)
-            found = prepare(Image.fromarray(noise), wanted)
+            image = prepare(Image.fromarray(noise), wanted)
             for axis, size in ((0, height), (1, width)):
-                strip = math.ceil(size / max(found.shape[axis + 1], 1))
+                strip = math.ceil(size / max(image.shape[axis + 1], 1))
                 for pixels, end in ((range(strip), 0), (range(size - strip, size), -1)):
                     other = noise.copy()
                     np.moveaxis(other, axis, 0)[pixels] ^= 255
                     changed = prepare(Image.fromarray(other), wanted)
-                    if torch.equal(*(each.select(axis + 1, end) for each in (found, changed))):
+                    if torch.equal(*(each.select(axis + 1, end) for each in (image, changed))):
                         raise UsageError(
-                            f"--preprocessing: {wanted} makes {tuple(found.shape)} of a picture of {height} "
+                            f"--preprocessing: {wanted} makes {tuple(image.shape)} of a picture of {height} "
                             f"x {width} (height x width), and its border is not the picture's: it pads or "
                             "crops. Logits are stretched over the whole mask. Let it resize whole pictures, "
                             "or leave their size; pad in the model's forward, which cuts its logits back."
                         )
 
-    def _check_classes(self, found: int) -> None:
+    def _check_classes(self, count: int) -> None:
         """Set the number of classes, on which the options must agree."""
-        begin, names = f"the model {self._model.name} has {found} classes", self._class_names
-        if found == 1:
+        begin, names = f"the model {self._model.name} has {count} classes", self._class_names
+        if count == 1:
             raise UsageError(
                 f"the model {self._model.name} gives one logit per pixel, expected one for each class. For "
                 "two classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1); "
                 "of probabilities p, as a sigmoid gives them, torch.cat([1 - p, p], dim=1)."
             )
-        if self._num_classes not in (None, found):
+        if self._num_classes not in (None, count):
             raise UsageError(
                 f"{begin}, and --num-classes {self._num_classes} was given. Give data and model of the same "
                 "classes."
             )
-        if names and len(names) != found:
+        if names and len(names) != count:
             raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one per class")
-        self._num_classes = self._rule.classes = found
-        rule, asked = self._rule, self._given.ignore_index
-        if (last := max(rule.values.values(), default=0)) >= found:
+        self._num_classes = self._rule.classes = count
+        rule, asked = self._rule, self._options.ignore_index
+        if (last := max(rule.values.values(), default=0)) >= count:
             raise UsageError(
-                f"{begin}, and --mask-values has the class {last}, expected at most {found - 1}. To leave "
+                f"{begin}, and --mask-values has the class {last}, expected at most {count - 1}. To leave "
                 "out label 7, write 7=none, in a file null."
             )
         self._dataset.check_palettes()
-        if asked is None and found - 1 + rule.reduce >= min(_IGNORED):  # it is the label of a class
+        if asked is None and count - 1 + rule.reduce >= min(_IGNORED):  # it is the label of a class
             rule.ignore = ()
-        elif asked is None and found == 2 and rule.ignore:
+        elif asked is None and count == 2 and rule.ignore:
             self._refuse_ignored_foreground(begin)
 
     def _refuse_ignored_foreground(self, begin: str) -> None:
@@ -241,23 +241,23 @@ class Segmentation(PictureTask):
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         outputs = model(self._scaled(images))
         # torchvision's networks return a dict, whose "aux" is for training; those of transformers an object.
-        found = outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
-        found = getattr(found, "logits", found)
-        if not isinstance(found, Tensor) or found.ndim != 4 or len(found) != len(images):
+        logits = outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
+        logits = getattr(logits, "logits", logits)
+        if not isinstance(logits, Tensor) or logits.ndim != 4 or len(logits) != len(images):
             raise UsageError(
-                f"the model {self._model.name} returned {described(outputs)} for {len(images)} pictures, "
+                f"the model {self._model.name} returned {describe(outputs)} for {len(images)} pictures, "
                 "expected logits of shape (pictures, classes, height, width), or a dict with these as 'out'. "
                 "Wrap it in a module whose forward returns them."
             )
-        if not _is_whole(images.shape[2:], found.shape[2:]):
+        if not _is_whole(images.shape[2:], logits.shape[2:]):
             raise UsageError(
-                f"the model {self._model.name} gives logits of {' x '.join(map(str, found.shape[2:]))} for "
+                f"the model {self._model.name} gives logits of {' x '.join(map(str, logits.shape[2:]))} for "
                 f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
                 "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
                 "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if "
                 "they cover the whole picture, resize them to its size."
             )
-        return found
+        return logits
 
     def observe(self, outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Counts of pixels by class, of each picture at its mask's own size."""
@@ -268,8 +268,8 @@ class Segmentation(PictureTask):
         nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
         for logits, group in zip(outputs, batch["groups"], strict=True):
             each = zip(logits, group["labels"], strict=True)
-            found = [counts_of(labels, _predicted(own, labels.shape), classes) for own, labels in each]
-            counts[group["places"]] = torch.stack(found)
+            pixels = [counts_of(labels, _predicted(scores, labels.shape), classes) for scores, labels in each]
+            counts[group["places"]] = torch.stack(pixels)
             ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
@@ -306,18 +306,18 @@ class Segmentation(PictureTask):
             **({"mask_values": self._rule.values_text} if self._rule.values else {}),
             **({"left_out": absent} if (absent := self._rule.without_label()) else {}),
             "class_names": [*self._class_names] or None,
-            "data_fingerprint": self._given.data_fingerprint,
+            "data_fingerprint": self._options.data_fingerprint,
         }
 
     def options(self) -> dict[str, Any]:
-        given = self._given
+        options = self._options
         return {
             **self._model_options(),
-            "data": str(given.data.absolute()),
-            "masks": given.masks and str(given.masks.absolute()),
-            "path_column": given.path_column,
-            "mask_column": given.mask_column,
-            "quoting": given.quoting,
+            "data": str(options.data.absolute()),
+            "masks": options.masks and str(options.masks.absolute()),
+            "path_column": options.path_column,
+            "mask_column": options.mask_column,
+            "quoting": options.quoting,
             **self._label_options(),
             **self._preprocessing.to_json(),
             "metric": [metric.name for metric in self.metrics()],
@@ -329,11 +329,11 @@ class Segmentation(PictureTask):
         values = f", mask values {self._rule.values_text}" if self._rule.values else ""
         absent = [str(number) for number in self._rule.without_label()]
         without = f"; not in the means: {listed(absent)}, which no label is" if absent else ""
-        masks = "" if self._given.masks is None else f", masks {self._given.masks}"
+        masks = "" if self._options.masks is None else f", masks {self._options.masks}"
         return {
             "model": self._model.shown,
-            "weights": self._described_weights(),
-            "data": f"{self._given.data}{masks}",
+            "weights": self._weights_description(),
+            "data": f"{self._options.data}{masks}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
             "compared": "at each mask's own size, logits by bilinear interpolation (align_corners=False); "
             f"{self._num_classes} classes{values}{ignored}{reduced}{without}",
@@ -345,12 +345,12 @@ class Segmentation(PictureTask):
         return {**self._model_identity(), **self._label_options(), "preprocessing": done}
 
 
-def _is_whole(size: Sequence[int], found: Sequence[int]) -> bool:
+def _is_whole(size: Sequence[int], of_logits: Sequence[int]) -> bool:
     """Whether logits are of the whole input: of a stride, up to one logit, or of patches made finer."""
-    ratio = Fraction(size[0], max(found[0], 1))
-    is_even = ratio.denominator & (ratio.denominator - 1) == 0 and ratio * found[1] == size[1]
-    sides = [*zip(size, found, strict=True)]
-    return is_even or any(all(abs(own * s - side) <= s for side, own in sides) for s in _STRIDES)
+    ratio = Fraction(size[0], max(of_logits[0], 1))
+    is_even = ratio.denominator & (ratio.denominator - 1) == 0 and ratio * of_logits[1] == size[1]
+    sides = [*zip(size, of_logits, strict=True)]
+    return is_even or any(all(abs(logits * s - side) <= s for side, logits in sides) for s in _STRIDES)
 
 
 def _predicted(logits: Tensor, size: torch.Size) -> Tensor:
@@ -364,21 +364,21 @@ def _predicted(logits: Tensor, size: torch.Size) -> Tensor:
     return torch.where(largest.isnan(), NO_LABEL, predicted)
 
 
-def _names_of(given: str | Path | Sequence[str] | None) -> tuple[str, ...]:
+def _names_of(class_names: str | Path | Sequence[str] | None) -> tuple[str, ...]:
     """The classes' names: given, with commas between, or in a file: JSON, or a line each."""
-    if given is None or not isinstance(given, (str, Path)):
-        return tuple(given or ())
-    if "," in str(given):
-        return tuple(name.strip() for name in str(given).split(","))
+    if class_names is None or not isinstance(class_names, (str, Path)):
+        return tuple(class_names or ())
+    if "," in str(class_names):
+        return tuple(name.strip() for name in str(class_names).split(","))
     try:
-        text = Path(given).read_text("utf-8")
-        found = json.loads(text) if Path(given).suffix == ".json" else text.splitlines()
+        text = Path(class_names).read_text("utf-8")
+        names = json.loads(text) if Path(class_names).suffix == ".json" else text.splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--class-names {given} cannot be read: {error}. Expected a file with one name per line, or "
-            ".json with a list of names, or names with commas between."
+            f"--class-names {class_names} cannot be read: {error}. Expected a file with one name per line, "
+            "or .json with a list of names, or names with commas between."
         ) from error
-    return tuple(str(name).strip() for name in found if str(name).strip())
+    return tuple(str(name).strip() for name in names if str(name).strip())
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:

@@ -46,13 +46,13 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
         return _of_no_task(others, content)
     make = _stored_metrics(task_class)
     if task_class == _OF_OWN_MODELS:
-        if found := _of_own_model(content, names):
-            return found
-        own = [name for name in names if not _of_own_model(content, [name])]
-        if len(own) < len(names):
-            by_name = next(name for name in names if name not in own)
+        if metrics := _of_own_model(content, names):
+            return metrics
+        of_code = [name for name in names if not _of_own_model(content, [name])]
+        if len(of_code) < len(names):
+            by_name = next(name for name in names if name not in of_code)
             raise UsageError(
-                f"only your code has the metric {listed(own)} of {job_file.parent}. Those by name are "
+                f"only your code has the metric {listed(of_code)} of {job_file.parent}. Those by name are "
                 f"computed by 'dualeval score {job_file.parent} --metric {by_name}'; all, as objects, "
                 f"in Python by dualeval.rescore({str(job_file.parent)!r}, metrics=[...])."
             )
@@ -63,16 +63,16 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
             "from the run's rows; given the run's own metrics, it gives the metrics_digest in result.json. "
             "For metrics by group type the run's own command again, with --by."
         )
-    for name, said in content.get("job", {}).get("metric_options", {}).items():
-        if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
+    for name, options in content.get("job", {}).get("metric_options", {}).items():
+        if not asked and name in names and isinstance(options, dict) and "torchmetrics" in options:
             raise UsageError(
                 f"{job_file.parent} has the metric {name!r} of TorchMetrics, and {job_file.name} does not "
                 "say with which arguments. Name the metrics, as in 'dualeval score "
                 f"{job_file.parent} --metric torchmetrics:...', or in Python dualeval.rescore."
             )
     try:
-        own = [name for name in names if name not in others]
-        metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
+        of_task = [name for name in names if name not in others]
+        metrics = [*make(content["job"]["task_options"], of_task or content["metrics"])]
         if "probabilities" in (kept := content["job"].get("columns") or ()) and "logits" not in kept:
             # Of an earlier version, or of a run that TorchMetrics alone has asked for them.
             metrics = [Auroc("probabilities") if isinstance(each, Auroc) else each for each in metrics]
@@ -85,7 +85,7 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
 def _of_own_model(content: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
     """Metrics of classes or numbers by name; none where one is another, or was an object of the user's."""
     classes = (content.get("options") or {}).get("num_classes")
-    kept, said = content["job"].get("columns") or (), content["job"].get("metric_options") or {}
+    kept, options = content["job"].get("columns") or (), content["job"].get("metric_options") or {}
     if classes is None and "squared_error" not in kept:
         return []
     try:
@@ -93,14 +93,15 @@ def _of_own_model(content: Mapping[str, Any], names: Sequence[str]) -> list[Metr
     except UsageError:
         return []
     kinds = {each.name: f"{type(each).__module__}.{type(each).__qualname__}" for each in made}
-    return made if all(said.get(name, {}).get("class", kind) == kind for name, kind in kinds.items()) else []
+    is_known = all(options.get(name, {}).get("class", kind) == kind for name, kind in kinds.items())
+    return made if is_known else []
 
 
 def _stored_metrics(task_class: str) -> Callable[[Any, Sequence[str]], Sequence[Metric | RowMetric]] | None:
     """The function of that name beside a built-in task; None where the metrics do not follow from options."""
     module = task_class.rpartition(".")[0]
     # What job.json names is imported only if it is here.
-    if module not in {f"{tasks.__name__}.{found.name}" for found in pkgutil.iter_modules(tasks.__path__)}:
+    if module not in {f"{tasks.__name__}.{each.name}" for each in pkgutil.iter_modules(tasks.__path__)}:
         return None
     return getattr(importlib.import_module(module), "stored_metrics", None)
 
@@ -127,16 +128,16 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
     No checkpoint is read, and no code that the files of the run name: a network on pictures has a stand-in.
     """
     try:
-        said = json.loads(job_file.read_text("utf-8"))
+        content = json.loads(job_file.read_text("utf-8"))
         used = json.loads((job_file.parent / "result.json").read_text("utf-8"))["job"]
-        options = _options_class(said["task_class"])
+        options = _options_class(content["task_class"])
         if options is None:
             return None, (
-                f"{said['task_class']} is a task of your own, which only its own code can make: no pictures "
-                "and texts are shown."
+                f"{content['task_class']} is a task of your own, which only its own code can make: no "
+                "pictures and texts are shown."
             )
         task = _made_again(options, used)
-        dataset, job = task.dataset(), said["job"]
+        dataset, job = task.dataset(), content["job"]
         # Of images the labels are in it, and may be the model's; ``place_of`` compares the ids.
         is_known = job["task"] != _IMAGES and "sample" not in job
         if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
@@ -154,14 +155,14 @@ def _options_class(task_class: str) -> Any:
 
 def _made_again(options_class: Any, used: Mapping[str, Any]) -> Task:
     fields = {field.name: field for field in fields_of(options_class)}
-    given = {
+    options = {
         name: field.of_toml(used[name], name, Path())
         for name, field in fields.items()
         if name not in _OF_MODEL and used.get(name) is not None
     }
     stand_in: dict[str, Any] = {}
     if "preprocessing" in fields:
-        given |= {"model": "", "preprocessing": "imagenet"}
+        options |= {"model": "", "preprocessing": "imagenet"}
         stand_in = {"model": nn.Identity()}
-    task: Task = options_class(**given).make(**stand_in)
+    task: Task = options_class(**options).make(**stand_in)
     return task

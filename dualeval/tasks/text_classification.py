@@ -34,7 +34,7 @@ from dualeval.tasks import place_of
 from dualeval.tasks.keywords import TextClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, check_classes, names_of, names_of_classes, number_targets
 from dualeval.tasks.options.text_classification import TextClassificationOptions
-from dualeval.tasks.refusals import described, refuse_probabilities
+from dualeval.tasks.refusals import describe, refuse_probabilities
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")
@@ -97,27 +97,27 @@ class TextClassification(TextTask):
     ) -> None:
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             TextClassificationOptions(metric=(), **options)  # type: ignore[arg-type]
-        given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
-        super().__init__(model, tokenizer, USE, given)
-        self._class_map = None if given.class_map is None else Path(given.class_map)
-        self._class_order = given.class_order
+        settings = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
+        super().__init__(model, tokenizer, USE, settings)
+        self._class_map = None if settings.class_map is None else Path(settings.class_map)
+        self._class_order = settings.class_order
         self._labeler = FolderLabels(
-            class_map=self._class_map, order=given.class_order, num_classes=None, of_weights=None
+            class_map=self._class_map, order=settings.class_order, num_classes=None, of_weights=None
         )
-        asked = (given.text, given.text_pair, given.label)
-        of_table = TableOptions(given.keep, given.quoting)
+        asked = (settings.text, settings.text_pair, settings.label)
+        of_table = TableOptions(settings.keep, settings.quoting)
 
         def read() -> DataRows:
             return read_rows(data, _choose(data, *asked), _EXAMPLE, of_table)
 
         key = ("texts", Path(data).absolute(), *asked, of_table) if isinstance(data, str | Path) else None
         self._rows: DataRows = read() if key is None else (cache or DataCache()).once(key, read)
-        pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
+        pairs = 2 if settings.text_pair or (settings.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
         self._label = self._rows.columns[pairs]
         encoder, facts = load_tokenizer(self._model.folder, USE)
         self._vocabulary = encoder
-        length = given.max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
+        length = settings.max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
         special = encoder.num_special_tokens_to_add(pairs == 2)
         if length <= special:
             raise UsageError(
@@ -126,7 +126,7 @@ class TextClassification(TextTask):
             )
         self._encoder = TextEncoder(encoder, facts, max_length=length)
         self._dataset = EncodedTexts(self._rows, self._columns, self._encoder)
-        self._quoting, self._metric_names = given.quoting, given.metric
+        self._quoting, self._metric_names = settings.quoting, settings.metric
         # How many classes the model tells apart, 1 for a regression; both are known when it is built.
         self._num_classes: int | None = None
         self._labels: Labels | None = None
@@ -184,10 +184,10 @@ class TextClassification(TextTask):
     def _classes_of_rows(self, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
         """What the labels are, and the class of each row, int64 (rows,)."""
         rows, column = self._rows, self._label
-        found = TableLabels(rows.where, column, rows.class_names.get(column, ()))
-        places = [found.place(row, value) for row, value in enumerate(rows.column(column))]
+        table_labels = TableLabels(rows.where, column, rows.class_names.get(column, ()))
+        places = [table_labels.place(row, value) for row, value in enumerate(rows.column(column))]
         self._labeler.known = KnownClasses(of="the model", names=tuple(names)) if names else None
-        labels, classes = found.decide(self._labeler, of_model=True)
+        labels, classes = table_labels.decide(self._labeler, of_model=True)
         targets = torch.tensor(classes)[places]
         refuse_other_names(rows.of, labels, self._labeler.known, targets.numpy(), rows.kept)
         if LEFT_OUT in classes:
@@ -219,7 +219,7 @@ class TextClassification(TextTask):
         logits = try_out(self._model.folder, lambda: self.forward(model, batch), tokens)
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 2:
             raise UsageError(
-                f"the model in {self._model.folder} returned {described(logits)} for 2 texts, expected "
+                f"the model in {self._model.folder} returned {describe(logits)} for 2 texts, expected "
                 "logits of shape (2, classes), or an output that has them as .logits."
             )
         return logits
@@ -254,11 +254,11 @@ class TextClassification(TextTask):
         one = (
             self._is_regression and len(self._targets) > 1 and bool((self._targets == self._targets[0]).all())
         )
-        said = (
+        warning = (
             f"all labels are {self._targets[:1].sum().item():g}: where they are withheld, as in GLUE's test "
         )
-        said += "splits (-1), give a split that has them"
-        return [*super().data_warnings(), *[said][:one]]
+        warning += "splits (-1), give a split that has them"
+        return [*super().data_warnings(), *[warning][:one]]
 
     def labels_used(self) -> dict[str, Any]:
         if self._labels is None or self._num_classes is None:
@@ -315,23 +315,23 @@ class TextClassification(TextTask):
         }
 
 
-def _pair_in(found: Sequence[str]) -> tuple[str, str] | None:
+def _pair_in(columns: Sequence[str]) -> tuple[str, str] | None:
     """The usual names of a pair's columns, where both are there."""
-    return next((pair for pair in _PAIRS if {*pair} <= {*found}), None)
+    return next((pair for pair in _PAIRS if {*pair} <= {*columns}), None)
 
 
 def _choose(data: Any, text: str | None, text_pair: str | None, label: str | None) -> Choose:
     """Find the columns of the texts and of the label."""
     of = data if isinstance(data, str | Path) else f"the {type(data).__name__}"
 
-    def choose(found: Sequence[str]) -> tuple[str, ...]:
+    def choose(columns: Sequence[str]) -> tuple[str, ...]:
         first, second = text, text_pair
-        if text is None and text_pair is None and (pair := _pair_in(found)):
+        if text is None and text_pair is None and (pair := _pair_in(columns)):
             first, second = pair
-        texts = [column_of(of, found, first, _TEXTS, "--text", "the texts")]
+        texts = [column_of(of, columns, first, _TEXTS, "--text", "the texts")]
         if second is not None:
-            texts.append(column_of(of, found, second, (), "--text-pair", "the second texts"))
-        return (*texts, column_of(of, found, label, _LABELS, "--label", "the labels"))
+            texts.append(column_of(of, columns, second, (), "--text-pair", "the second texts"))
+        return (*texts, column_of(of, columns, label, _LABELS, "--label", "the labels"))
 
     return choose
 

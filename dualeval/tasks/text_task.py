@@ -14,7 +14,7 @@ from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
 from dualeval.tasks.options.base import TextOptions
-from dualeval.tasks.refusals import for_a_trial
+from dualeval.tasks.refusals import copy_sharing_tensors
 
 # A folder, or from Python a module or what returns one.
 Model = str | Path | nn.Module | Callable[[], nn.Module]
@@ -50,7 +50,7 @@ class TextTask(Task):
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         versions = [parameter._version for parameter in model.parameters()]
-        tried = for_a_trial(model)
+        tried = copy_sharing_tensors(model)
         self._try(tried, device)
         # What a first forward has written into the weights is there for good: the copy knows of it.
         return model if versions == [parameter._version for parameter in model.parameters()] else tried

@@ -305,7 +305,7 @@ def run(words: str) -> str:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("call", "advice", "following", "outcome"), RUNS)
-def test_advice_of_run(call: str, advice: str, following: str, outcome: str) -> None:
+def test_advice_of_run_can_be_followed(call: str, advice: str, following: str, outcome: str) -> None:
     first = run(call)
     assert advice in " ".join(first.split())
     then = run(following)
@@ -367,7 +367,7 @@ FINISHED: list[tuple[str, str, str]] = [
 
 @pytest.mark.usefixtures("runs", "here")
 @pytest.mark.parametrize(("call", "advice", "following"), FINISHED)
-def test_advice_of_finished_runs(call: str, advice: str, following: str) -> None:
+def test_advice_of_commands_on_finished_runs_can_be_followed(call: str, advice: str, following: str) -> None:
     assert advice in " ".join(said(call).split())
     assert not said(following)
 
@@ -469,7 +469,7 @@ DOOR: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 @pytest.mark.usefixtures("runs", "here")
 @pytest.mark.parametrize(("call", "advice", "following"), DOOR, ids=[advice for _, advice, _ in DOOR])
-def test_advice_of_the_door(call: dict[str, Any], advice: str, following: dict[str, Any]) -> None:
+def test_advice_of_evaluate_is_followed(call: dict[str, Any], advice: str, following: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         classified(**call)
     assert advice in str(caught.value)
@@ -477,7 +477,7 @@ def test_advice_of_the_door(call: dict[str, Any], advice: str, following: dict[s
 
 
 @pytest.mark.usefixtures("here")
-def test_a_function_that_is_advised_is_one() -> None:
+def test_the_function_that_is_advised_works() -> None:
     with pytest.raises(UsageError, match="Wrap it: forward=") as caught:
         classified(model=pair())
     written = re.search(r"forward=(lambda model, batch: [^.]*)\.", str(caught.value))
@@ -486,7 +486,7 @@ def test_a_function_that_is_advised_is_one() -> None:
 
 
 @pytest.mark.usefixtures("runs", "here")
-def test_a_positional_model_and_names_for_a_finished_run() -> None:
+def test_positional_arguments_and_names_for_rescore_get_advice() -> None:
     data: Any = TensorDataset(INPUTS, LABELS)
     for given in ((nn.Linear(4, 3), data), (nn.Linear(4, 3),)):
         with pytest.raises(UsageError, match=r"write evaluate\(model=\.\.\., data=\.\.\.\)"):

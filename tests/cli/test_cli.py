@@ -81,7 +81,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: {False: "plain", True: "nproc"}.get(value, value),
 )
-def test_bad_input(launch: Launch, inputs: Path, tmp_path: Path, name: str, nproc: bool) -> None:
+def test_bad_input_exits_with_2(launch: Launch, inputs: Path, tmp_path: Path, name: str, nproc: bool) -> None:
     typed, says, _ = CASES[name]
     words = shlex.split(typed.format(tmp=inputs))
     words += [] if "--out" in words else ["--out", f"{tmp_path}/out"]
@@ -127,7 +127,7 @@ def test_a_job_file_says_where_and_on_how_many_ranks(launch: Launch, tmp_path: P
     assert "nproc" not in result["job"]
 
 
-def test_flags_win_over_where_a_job_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_out_and_nproc_of_a_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "job.toml").write_text('out = "found"\nnproc = 2\n')
     assert start_of(tmp_path / "job.toml") == {"out": tmp_path / "found", "nproc": 2}
     assert start_of(None) == {}
@@ -150,13 +150,13 @@ def test_flags_win_over_where_a_job_file_says(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("line", "said"), [("nproc = 0", "nproc"), ('nproc = "two"', "expected an int")])
-def test_a_job_file_with_a_wrong_start(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_out_or_nproc_in_a_job_file_is_refused(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "job.toml").write_text(line + "\n")
     with pytest.raises(UsageError, match=said):
         start_of(tmp_path / "job.toml")
 
 
-def test_logs_of_submit_are_no_part_of_the_repository() -> None:
+def test_logs_of_submit_are_ignored_by_git() -> None:
     name = SlurmJob().log.replace("%j", "4711")
     done = subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT, check=False, timeout=30)
     assert done.returncode in (0, 128), f"{name} is not ignored"  # 128: this is no repository
@@ -187,7 +187,7 @@ except UsageError as error:
         (["run", "--task", "object-detection"], "--task examples/detection.py:rectangles"),
     ],
 )
-def test_what_cannot_be_meant_is_said(
+def test_urls_and_unknown_tasks_are_refused_with_advice(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -56,7 +56,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_embedded_job(launch: Launch, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_options_of_the_embedded_job(launch: Launch, tmp_path: Path) -> None:
     done = launch([*RUN, "--dry-run", "--out", tmp_path / "out"], cwd=tmp_path, timeout=60).ok()
     assert list(tmp_path.iterdir()) == []
     job = json.loads(done.stdout)
@@ -67,7 +67,7 @@ def test_the_embedded_job(launch: Launch, tmp_path: Path) -> None:
     assert (job["device"], job["workers"], job["metric"][:2]) == ("cpu", 0, ["loss", "top1"])
 
 
-def test_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
+def test_a_dry_run_prints_the_options_of_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
     (pictures / "job.toml").write_text('data = "val"\nbatch-size = 32\nmetric = ["loss"]\n')
     model = ["--model", "squeezenet1_1", "--weights", "random:0"]
     job = dry_run("--config", "job.toml", *model, "--crop", "64")
@@ -99,7 +99,7 @@ def test_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
-def test_what_is_wrong_is_said(
+def test_a_dry_run_refuses_what_the_run_would_refuse(
     dry_run: DryRun, pictures: Path, arguments: list[str], words: list[str]
 ) -> None:
     """These were all well."""
@@ -112,7 +112,7 @@ def test_what_is_wrong_is_said(
         assert word in str(caught.value)
 
 
-def test_ranks_of_a_launcher(launch: Launch, tmp_path: Path) -> None:
+def test_rank_0_of_a_launcher_prints_the_job_or_the_error(launch: Launch, tmp_path: Path) -> None:
     """Rank 0 speaks, whether it is well or not."""
     torch.save({**FashionCNN().state_dict(), "stray": torch.zeros(1)}, tmp_path / "misfit.pt")
     command = [*start("torchrun", 2), *RUN, "--dry-run", "--out", tmp_path / "out"]
@@ -125,7 +125,7 @@ def test_ranks_of_a_launcher(launch: Launch, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["misfit.pt"]
 
 
-def test_ranks_that_it_starts(launch: Launch, tmp_path: Path) -> None:
+def test_a_dry_run_with_nproc_prints_the_job(launch: Launch, tmp_path: Path) -> None:
     done = launch([*RUN, "--nproc", "2", "--dry-run"], cwd=tmp_path, timeout=60).ok()
     assert json.loads(done.stdout)["model"] == "fashion-cnn"
 
@@ -138,7 +138,7 @@ def test_a_model_that_is_divided_is_not_built_whole(dry_run: DryRun, monkeypatch
     assert dry_run("--shard", "fsdp")["shard"] == "fsdp"
 
 
-def test_the_name_of_a_file_as_output_folder(dry_run: DryRun, tmp_path: Path) -> None:
+def test_a_file_as_output_folder_is_refused(dry_run: DryRun, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(UsageError, match="out is a file, and a run needs a folder"):
         dry_run()

@@ -91,12 +91,12 @@ def test_the_help_of_a_task_has_all_its_options_on_a_screen(task: str) -> None:
     assert "Options of every task: 'dualeval run --help'" in text
 
 
-def test_the_help_of_a_job_file_s_task(tmp_path: Path) -> None:
+def test_the_help_of_a_job_file_has_the_options_of_its_task(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('task = "question-answering"\n')
     assert "--null-threshold" in shown("--config", str(tmp_path / "job.toml"))
 
 
-def test_the_help_of_a_task_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_ones_own_task_has_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "dualeval_test_shown.py").write_text(MINE)
     text = shown("--task", f"{tmp_path}/dualeval_test_shown.py:Mine", width=200)
@@ -168,7 +168,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_file_of_a_task(task: str, tmp_path: Path) -> None:
+def test_init_writes_a_short_file_for_a_task(task: str, tmp_path: Path) -> None:
     text = text_for(task, tmp_path / "mine.py")
     assert 15 <= len(text.splitlines()) <= 32
     assert max(map(len, text.splitlines())) <= 110
@@ -208,7 +208,7 @@ def test_the_file_of_a_language_model_has_the_models_own_length(
     assert result.job["max_length"] == causal_models.POSITIONS
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("question_answering.py").write_text("mine")
     refusals: list[tuple[list[str], str]] = [
@@ -228,7 +228,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["question_answering.py"]
 
 
-def test_a_line_says_what_a_task_wants() -> None:
+def test_list_tasks_names_the_required_options() -> None:
     done = CliRunner().invoke(command, ["list", "tasks"])
     lines = {line.split()[0]: line for line in done.output.splitlines()}
     for name in TASKS:

@@ -62,7 +62,7 @@ def check_error(
     assert 'File "' not in output.partition("dualeval: error: ")[0], output
 
 
-def test_horovod_is_missing(launch: Launch, tmp_path: Path) -> None:
+def test_a_missing_horovod_is_named(launch: Launch, tmp_path: Path) -> None:
     command = [*RUN, "--nproc", "2", "--backend", "horovod"]
     check_error(launch, command, without(tmp_path, "horovod"), "Horovod is not installed", "setup-horovod")
 
@@ -77,7 +77,7 @@ def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dic
     assert json.loads(done.stdout)["world"]["backend"] == "mpi"
 
 
-def test_transformers_is_missing(launch: Launch, tmp_path: Path) -> None:
+def test_a_missing_transformers_is_named(launch: Launch, tmp_path: Path) -> None:
     """The files are looked at later: what is missing is said first."""
     command: list[str | Path] = [BIN / "dualeval", "run", "--task", "question-answering"]
     command += ["--model", tmp_path / "model", "--data", tmp_path / "data.json"]
@@ -86,7 +86,7 @@ def test_transformers_is_missing(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("mpi")
-def test_mpi4py_is_missing(launch: Launch, tmp_path: Path) -> None:
+def test_a_missing_mpi4py_is_named(launch: Launch, tmp_path: Path) -> None:
     words = ("mpi4py is not installed", "pip install mpi4py")
     for backend in ("mpi", "torch"):
         command = [*start("mpirun", 2), *RUN, "--backend", backend]
@@ -96,7 +96,7 @@ def test_mpi4py_is_missing(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.needs("mpi", "horovod")
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi"])
-def test_mpi4py_is_missing_for_horovod(launcher: str, launch: Launch, tmp_path: Path) -> None:
+def test_a_missing_mpi4py_is_named_once_for_horovod(launcher: str, launch: Launch, tmp_path: Path) -> None:
     """It is set up along with Horovod; where it has gone since, that is said once, and not by each rank."""
     words = ("mpi4py is not installed", "with Horovod too", "pip install mpi4py")
     check_error(launch, [*start(launcher, 2), *RUN], without(tmp_path, "mpi4py"), *words, code=None)
@@ -109,7 +109,7 @@ HERE = f" (on {socket.gethostname()})"
     ("rank", "of_node", "where"),
     [(0, False, ""), (2, False, None), (0, True, ""), (1, True, None), (2, True, HERE), (3, True, None)],
 )
-def test_what_may_be_of_one_node_is_said_by_the_first_rank_there(
+def test_an_error_of_one_node_is_printed_by_its_first_rank(
     rank: int, of_node: bool, where: str | None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four ranks on two nodes: on rank 0's the library may be there."""
@@ -123,7 +123,7 @@ def test_what_may_be_of_one_node_is_said_by_the_first_rank_there(
 
 
 @pytest.mark.needs("mpi")
-def test_the_mpi_library_is_missing(launch: Launch) -> None:
+def test_a_missing_mpi_library_is_named(launch: Launch) -> None:
     command = [*start("mpirun", 2), *RUN, "--backend", "mpi"]
     variables = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     words = ("mpi4py cannot load an MPI library", "/nowhere/libmpi.so", "apt install openmpi-bin")
@@ -131,7 +131,7 @@ def test_the_mpi_library_is_missing(launch: Launch) -> None:
 
 
 @pytest.mark.needs("mpi")
-def test_another_mpi_than_mpiruns(launch: Launch) -> None:
+def test_an_mpi_other_than_mpiruns_is_refused(launch: Launch) -> None:
     """Without mpirun behind them the same variables leave each process a world of its own."""
     variables = {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
     variables |= {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
@@ -157,7 +157,7 @@ BOTH = {"gloo", "mpi"}
         ("srun", False, BOTH, None, False),
     ],
 )
-def test_what_horovod_meets_over(
+def test_horovod_meets_over_what_launcher_and_build_have(
     launcher: str,
     pmi: bool,
     built: set[str],
@@ -188,7 +188,7 @@ def test_what_horovod_meets_over(
         ),
     ],
 )
-def test_all_else_works_without_them(
+def test_other_backends_work_without_the_missing_libraries(
     launch: Launch, tmp_path: Path, command: list[str | Path], backend: str, gone: list[str]
 ) -> None:
     out = tmp_path / "out"

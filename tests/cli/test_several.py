@@ -164,7 +164,7 @@ def little(data: Path, weights: str, *more: str | Path) -> list[str | Path]:
 # -- which models ----------------------------------------------------------------------------------------
 
 
-def test_a_pattern_in_natural_order(pictures: Path) -> None:
+def test_a_pattern_gives_files_in_natural_order(pictures: Path) -> None:
     assert expanded("ckpts/*.pt") == ["ckpts/epoch1.pt", "ckpts/epoch2.pt", "ckpts/epoch10.pt"]
     assert expanded("ckpts/epoch[12].pt") == ["ckpts/epoch1.pt", "ckpts/epoch2.pt"]
     assert [Path(path).name for path in expanded(f"{pictures}/**/epoch1?.pt")] == ["epoch10.pt"]
@@ -199,14 +199,14 @@ def test_equal_names_are_made_distinct() -> None:
     assert first.startswith("a-b-c-")
 
 
-def test_a_file_of_such_a_name_is_no_pattern(pictures: Path) -> None:
+def test_a_file_whose_name_has_brackets_is_no_pattern(pictures: Path) -> None:
     (pictures / "ckpts/model[1].pt").write_bytes(b"")
     assert not is_several([(None, Job.of(model="resnet18", weights="ckpts/model[1].pt"))])
     assert is_several([(None, Job.of(model="resnet18", weights="ckpts/*"))])
     assert not is_several([(None, Job.of(model="resnet18", weights="DEFAULT"))])
 
 
-def test_the_tables_of_a_job_file(pictures: Path) -> None:
+def test_tables_of_a_job_file_are_models_with_their_options(pictures: Path) -> None:
     path = pictures / "job.toml"
     path.write_text(
         'model = "resnet18"\nbatch-size = 8\n'
@@ -237,7 +237,7 @@ def test_the_tables_of_a_job_file(pictures: Path) -> None:
         ("[[models]]\nresize = 3", {"resize": 4}, "has resize, and so does the command: leave out --resize"),
     ],
 )
-def test_wrong_tables(tmp_path: Path, tables: str, flags: dict[str, Any], says: str) -> None:
+def test_wrong_tables_are_refused(tmp_path: Path, tables: str, flags: dict[str, Any], says: str) -> None:
     (tmp_path / "job.toml").write_text(f"{tables}\n")
     with pytest.raises(UsageError, match=says):
         Job.read_all(tmp_path / "job.toml", flags)
@@ -253,7 +253,7 @@ def test_wrong_tables(tmp_path: Path, tables: str, flags: dict[str, Any], says: 
         (["..", "b"], "expected letters, digits"),
     ],
 )
-def test_wrong_names(names: Sequence[str], says: str) -> None:
+def test_wrong_names_of_models_are_refused(names: Sequence[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         found_models([(name, Job.of(model="resnet18", weights="DEFAULT")) for name in names])
 
@@ -340,7 +340,7 @@ def test_a_picture_that_changes_is_read_again(pictures: Path) -> None:
     assert contents(24) != before
 
 
-def test_a_folder_of_one_model_is_refused(pictures: Path) -> None:
+def test_a_folder_of_one_model_is_refused_for_several_and_back(pictures: Path) -> None:
     assert run(*little(pictures / "val", "ckpts/epoch1.pt", "--out", "one")) == 0
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "one")) == EXIT_USAGE
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "several")) == 0
@@ -380,7 +380,7 @@ def test_each_model_has_a_run_of_its_own_in_a_tracker() -> None:
 # -- ranks -----------------------------------------------------------------------------------------------
 
 
-def test_models_that_fail_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+def test_both_ranks_go_on_after_a_model_that_fails_on_one(launch: Launch, tmp_path: Path) -> None:
     """Before the loop and in it: both ranks go on with the next model."""
     job = job_file(tmp_path, "raises", "unbuilt", "good")
     done = launch([*TORCHRUN, "--config", job, "--out", "out"], cwd=tmp_path)
@@ -506,7 +506,7 @@ def test_the_best_is_marked_by_its_direction() -> None:
     assert ModelsTable([first, worse]).best == {}
 
 
-def test_the_table_as_files() -> None:
+def test_the_table_is_written_as_csv_markdown_and_json() -> None:
     table = ModelsTable(rows())
     lines = list(csv.DictReader(table.to_csv().splitlines(keepends=True)))
     assert [line["status"] for line in lines] == [DONE, DONE, FAILED, "not done"]
@@ -522,7 +522,7 @@ def test_the_table_as_files() -> None:
     assert (models[0]["metrics"]["top1"], models[2]["reason"]) == (0.5, "100 % & $x_1\nmore")
 
 
-def test_the_table_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_table_marks_the_best_and_names_failures(capsys: pytest.CaptureFixture[str]) -> None:
     ModelsTable(rows()).print()
     said = capsys.readouterr().out
     assert "75.00 % *" in said
@@ -531,5 +531,5 @@ def test_the_table_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 2, 2], 2), ([0, 2, 1], 1), ([1], 1), ([2], 2)])
-def test_the_exit_code_of_all(codes: list[int], code: int) -> None:
+def test_the_exit_code_follows_from_those_of_all_models(codes: list[int], code: int) -> None:
     assert exit_code_of([ModelRow(name="m", exit_code=each) for each in codes]) == code

@@ -30,7 +30,7 @@ def typed(*words: object) -> list[str]:
     return done.output.splitlines()
 
 
-def test_mistakes_and_losses(runs: tuple[Path, Path]) -> None:
+def test_show_lists_the_worst_mistakes_and_losses(runs: tuple[Path, Path]) -> None:
     table = table_of(runs[0])
     wrong = table[table.target != table.prediction].sort_values("confidence", ascending=False)
     lines = typed(runs[0], "--worst", 4)
@@ -41,7 +41,7 @@ def test_mistakes_and_losses(runs: tuple[Path, Path]) -> None:
     assert f"{wrong.iloc[0].confidence:.4f}" in lines[2] and f"{wrong.iloc[0].loss:.4f}" in lines[2]
 
 
-def test_one_class_by_its_name_and_its_number(runs: tuple[Path, Path]) -> None:
+def test_a_class_is_chosen_by_its_name_or_its_number(runs: tuple[Path, Path]) -> None:
     of_name, of_number = typed(runs[0], "--class", EVIL[1]), typed(runs[0], "--class", "1")
     assert of_name == of_number
     table = table_of(runs[0])
@@ -51,7 +51,7 @@ def test_one_class_by_its_name_and_its_number(runs: tuple[Path, Path]) -> None:
             typed(runs[0], "--class", name)
 
 
-def test_a_number_is_a_class_that_there_is(tmp_path: Path) -> None:
+def test_a_number_beyond_the_classes_is_refused(tmp_path: Path) -> None:
     evaluate(SeededTask(1), tmp_path / "a")
     table = table_of(tmp_path / "a")
     largest = max(table.target.max(), table.prediction.max())
@@ -60,7 +60,7 @@ def test_a_number_is_a_class_that_there_is(tmp_path: Path) -> None:
         typed(tmp_path / "a", "--class", largest + 1)
 
 
-def test_figures_by_class(runs: tuple[Path, Path]) -> None:
+def test_per_class_prints_the_figures_of_each_class(runs: tuple[Path, Path]) -> None:
     lines = typed(runs[0], "--per-class")
     assert lines[0].split()[:5] == ["class", "support", "recall", "precision", "f1"]
     assert len(lines) == 1 + 7 + 1
@@ -70,7 +70,7 @@ def test_figures_by_class(runs: tuple[Path, Path]) -> None:
     assert "most confident mistakes" in "\n".join(typed(runs[0], "--per-class", "--worst", 1))
 
 
-def test_flips(runs: tuple[Path, Path]) -> None:
+def test_flips_against_lists_samples_lost_and_gained(runs: tuple[Path, Path]) -> None:
     a, b = map(table_of, runs)
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     lines = typed(runs[1], "--flips-against", runs[0], "--worst", 3)

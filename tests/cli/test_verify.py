@@ -83,7 +83,7 @@ def flip_last_bit(value: float) -> float:
     return float(flipped)
 
 
-def test_the_last_bit_of_one_loss(run: Path) -> None:
+def test_the_last_bit_of_one_loss_is_a_difference(run: Path) -> None:
     def change(columns: dict[str, list[Any]]) -> None:
         columns["loss"][17] = flip_last_bit(columns["loss"][17])
 
@@ -193,14 +193,14 @@ def test_a_result_without_directions_is_read_shown_and_verified(run: Path) -> No
     assert "top1" in stream.getvalue()
 
 
-def test_a_digest_that_does_not_fit_its_metrics(run: Path) -> None:
+def test_a_digest_that_does_not_fit_its_metrics_is_named(run: Path) -> None:
     rewrite_result(run, lambda content: content["metrics"].update(top1=0.5), digest=False)
     found = differences(run)
     assert "from its metrics" in found["result.json"][0]
     assert list(found) == ["result.json", "metrics"], "the digest itself is that of the rows"
 
 
-def test_counts_and_failed_samples_of_the_result(run: Path) -> None:
+def test_changed_counts_and_failed_samples_are_named(run: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["samples"]["evaluated"] = 199
         content["failed"] = content["failed"][1:]
@@ -213,14 +213,14 @@ def test_counts_and_failed_samples_of_the_result(run: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 3, 1000, -1])
-def test_a_file_that_was_cut(run: Path, left: int) -> None:
+def test_a_truncated_file_of_rows_is_named(run: Path, left: int) -> None:
     path = run / "predictions.parquet"
     path.write_bytes(path.read_bytes()[:left])
     assert "predictions.parquet cannot be read" in differences(run)["rows"][0]
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json", "job.json", "predictions.parquet"])
-def test_a_pipe_in_the_place_of_a_file(run: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
     assert f"{run / name} is not a regular file" in refusal("verify", run)
@@ -247,7 +247,7 @@ def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
         ({"samples_digest": 7}, r"is damaged: its field samples_digest is 7, expected str \| None"),
     ],
 )
-def test_a_result_that_is_none(run: Path, content: str | dict[str, Any], says: str) -> None:
+def test_a_file_that_is_no_result_is_refused(run: Path, content: str | dict[str, Any], says: str) -> None:
     if isinstance(content, str):
         (run / "result.json").write_text(content)
     else:
@@ -257,7 +257,7 @@ def test_a_result_that_is_none(run: Path, content: str | dict[str, Any], says: s
             reads()
 
 
-def test_a_file_of_another_checksum(run: Path) -> None:
+def test_a_file_of_another_checksum_is_named(run: Path) -> None:
     """Whatever the rows say, verify names it."""
     path = run / "predictions.parquet"
     recorded = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
@@ -299,7 +299,7 @@ def test_the_embedded_job_is_verified(launch: Launch, embedded: Path) -> None:
     assert {path.name: path.read_bytes() for path in embedded.iterdir()} == before
 
 
-def test_its_metrics_come_to_the_same_bits(launch: Launch, embedded: Path, tmp_path: Path) -> None:
+def test_score_gives_the_metrics_of_a_run_to_the_bit(launch: Launch, embedded: Path, tmp_path: Path) -> None:
     wanted = result_of(embedded)
     done = launch([*DUALEVAL, "score", embedded, "--json", "--out", tmp_path / "new/out"])
     assert (done.returncode, done.stderr) == (0, "")
@@ -312,7 +312,7 @@ def test_its_metrics_come_to_the_same_bits(launch: Launch, embedded: Path, tmp_p
     assert "holds a result.json already" in refusal("score", embedded, "--out", tmp_path / "new/out")
 
 
-def test_a_metric_that_the_run_did_not_compute(launch: Launch, embedded: Path) -> None:
+def test_score_computes_a_metric_that_the_run_did_not(launch: Launch, embedded: Path) -> None:
     done = launch([*DUALEVAL, "score", embedded, "--metric", "top3"])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == f"recomputed from the rows of {embedded}; no forward"
@@ -372,14 +372,14 @@ def refusal(*words: str | Path) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_usage(run: Path, tmp_path: Path, name: str) -> None:
+def test_wrong_usage_of_verify_and_score_is_refused(run: Path, tmp_path: Path, name: str) -> None:
     words, said = REFUSED[name]
     found = refusal(*(word.format(run=run, tmp=tmp_path) for word in words))
     assert all(part in found for part in said), found
 
 
 @pytest.mark.parametrize("command", ["score", "verify"])
-def test_a_run_that_has_not_kept_a_column(embedded: Path, tmp_path: Path, command: str) -> None:
+def test_a_run_that_has_not_kept_a_column_is_refused(embedded: Path, tmp_path: Path, command: str) -> None:
     copy = Path(shutil.copytree(embedded, tmp_path / "copy"))
     path = copy / "predictions.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(["rank"]), path)

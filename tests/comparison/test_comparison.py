@@ -104,7 +104,7 @@ def test_proportions_have_published_intervals_and_tests() -> None:
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (3, 3), (9, 2), (2, 9), (20, 0), (0, 20), (0, 3)])
-def test_proportions_at_every_edge(lost: int, gained: int) -> None:
+def test_intervals_of_proportions_hold_at_every_edge(lost: int, gained: int) -> None:
     found = ProportionDifference(lost=lost, gained=gained, samples=20, factor=100.0)
     mirrored = ProportionDifference(lost=gained, gained=lost, samples=20, factor=100.0)
     low, high = found.bounds(0.025)
@@ -161,7 +161,7 @@ def test_means_of_skewed_differences_have_both_intervals() -> None:
         assert (low <= 0 <= high) == (found.p_value() >= 2 * tail)
 
 
-def test_holm_by_hand() -> None:
+def test_holms_correction_is_that_by_hand() -> None:
     found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
     assert found == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9})
 
@@ -189,7 +189,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     return comparison
 
 
-def test_error_rates_of_proportions(simulation: Any) -> None:
+def test_tests_of_proportions_keep_their_error_rate(simulation: Any) -> None:
     """Of 2,000 rounds 4 to 6 % reject by mid-p; the exact test never more than 5 % but for chance."""
     [few] = simulation.of_proportions(500, [(1000, 0.01)])
     [many] = simulation.of_proportions(2000, [(10_000, 0.2)])
@@ -221,7 +221,7 @@ def test_gates_of_means_that_err_more_often_are_rough(simulation: Any) -> None:
         assert max(rates["lower, not rough"], rates["higher, not rough"]) < 0.055
 
 
-def test_error_rates_of_means_and_clusters(simulation: Any) -> None:
+def test_tests_of_means_and_clusters_keep_their_error_rate(simulation: Any) -> None:
     # Symmetric with heavy tails, and skewed: what the one method cannot do the other can.
     drawn = np.random.default_rng(6)
     population = {"heavy": drawn.standard_t(2.5, 10_000), "skewed": drawn.gamma(0.1, size=10_000)}
@@ -238,7 +238,7 @@ def test_error_rates_of_means_and_clusters(simulation: Any) -> None:
 
 
 @pytest.mark.long
-def test_error_rates_of_all_tables(simulation: Any) -> None:
+def test_error_rates_are_kept_in_all_published_tables(simulation: Any) -> None:
     cases = [(n, share) for n in (1000, 10_000) for share in (0.05, 0.2)]
     assert all(one.rates["mid-p"] <= 0.063 for one in simulation.of_proportions(2000, cases))
     for one in simulation.of_means(2000, simulation.populations(), (100, 300, 1000)):
@@ -324,7 +324,7 @@ def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) ->
     assert back.passed and all(gate.bound < 0 for gate in back.gates)
 
 
-def test_what_few_samples_decide_is_rough(
+def test_a_difference_that_few_samples_decide_is_rough(
     command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """In metrics, gates, those of groups, notes, on the screen and on the page; a gate passes as before."""
@@ -382,7 +382,7 @@ def test_a_gate_is_the_one_sided_bound(runs: tuple[Path, Path]) -> None:
     assert not dualeval.compare(*runs, gates={"top1": math.nextafter(bound, 0)}).passed
 
 
-def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
+def test_clusters_of_a_column_have_the_error_of_their_sums(runs: tuple[Path, Path]) -> None:
     found = dualeval.compare(*runs, cluster="group")
     top1 = found.metrics["top1"]
     a, b = map(table_of, runs)
@@ -415,12 +415,12 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
         ({"metrics": ["ece"]}, "no metric that can be compared: ece: not an average"),
     ],
 )
-def test_options_that_are_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
+def test_wrong_options_are_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         dualeval.compare(*runs, **options)
 
 
-def test_clusters_without_a_flip_ask_for_evidence(runs: tuple[Path, Path]) -> None:
+def test_clusters_without_a_flip_have_the_interval_of_samples(runs: tuple[Path, Path]) -> None:
     """Between clusters nothing varies, and other clusters may yet: as wide as for independent samples."""
     found = dualeval.compare(runs[0], runs[0], gates={"top1": 0, "loss": 0}, cluster="group")
     of_samples = ProportionDifference(lost=0, gained=0, samples=COUNT)
@@ -495,7 +495,7 @@ def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
     assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
 
 
-def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_failed_samples_are_left_out_with_a_note(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """A sample that fails in one run has another fingerprint of the data here; by --trust-ids it is one."""
     skip: dict[str, Any] = {"batch_size": 32, "on_error": "skip"}
     evaluate(SeededTask(COUNT, [3, 5], seed=0), tmp_path / "a", **skip)
@@ -557,7 +557,7 @@ def test_other_targets_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> N
         dualeval.compare(runs[0], other, trust_ids=True)
 
 
-def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_finished_run_is_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no folder"):
         dualeval.compare(runs[0], tmp_path / "none")
     stopped = changed(runs[1], tmp_path / "stopped")
@@ -645,7 +645,7 @@ def test_the_command_prints_and_gates(
     assert "NOT passed" in out
 
 
-def test_wrong_usage_of_the_command(
+def test_wrong_usage_of_the_command_is_refused(
     command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for words, says in (

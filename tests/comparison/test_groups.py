@@ -107,7 +107,7 @@ def test_a_small_group_does_not_pass_unless_it_is_left_out(runs: tuple[Path, Pat
     assert not gate.groups and not gate.passed
 
 
-def test_what_gates_of_groups_say(runs: tuple[Path, Path]) -> None:
+def test_a_gate_by_group_says_what_it_has_shown(runs: tuple[Path, Path]) -> None:
     def line(metric: str, **options: Any) -> str:
         gates = {f"worst:{metric}": 0.5}
         found = as_markdown(dualeval.compare(runs[0], runs[0], gates=gates, **options))
@@ -171,7 +171,7 @@ def proportions(lost: int, gained: int, samples: int = 1000) -> ProportionDiffer
     return ProportionDifference(lost=lost, gained=gained, samples=samples)
 
 
-def test_holm_by_hand() -> None:
+def test_holms_correction_over_groups_is_that_by_hand() -> None:
     """The strongest group is asked at 5 % / 3, those that are left at 5 % / 2; where none passes it ends."""
     groups = {0: proportions(0, 50), 1: proportions(18, 20), 2: proportions(25, 17)}
 
@@ -238,7 +238,7 @@ def test_a_family_of_groups_errs_in_5_percent(at_margin: int) -> None:
         ({"by": ("age",), "bins": (2, 1)}, "bins 2,1: expected numbers that ascend"),
     ],
 )
-def test_what_is_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
+def test_wrong_options_are_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         dualeval.compare(*runs, **options)
 

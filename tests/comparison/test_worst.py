@@ -109,7 +109,7 @@ PERPLEXITY = {"column": "nll", "over": "tokens", "transform": "exp"}
         ({"size": [1.0, 2.0, 3.0]}, {"column": "size"}, None, None, None),
     ],
 )
-def test_what_is_worse_follows_from_the_scores(
+def test_the_worst_samples_follow_from_the_scores(
     runs: tuple[Path, Path],
     tmp_path: Path,
     columns: dict[str, Any],

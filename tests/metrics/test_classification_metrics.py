@@ -153,7 +153,7 @@ def test_logits_of_one_sample_without_their_dimension_are_refused() -> None:
         observed_logits(torch.zeros(4), torch.tensor([1]), 5)
 
 
-def test_infinite_logits() -> None:
+def test_infinite_logits_are_ranked_and_counted() -> None:
     inf = math.inf
     logits = torch.tensor([[0.0, inf, 1.0], [-inf, 0.0, 1.0], [inf, -inf, 0.0], [3e38, 3e38, 3e38]])
     columns = observe_logits(logits, torch.tensor([0, 0, 1, 2]), 3)
@@ -216,7 +216,7 @@ def test_many_classes_do_not_wait() -> None:
     assert type(observed_logits(*sample_logits(3, 65), 5)) is dict
 
 
-def test_a_label_that_no_class_has() -> None:
+def test_a_label_that_no_class_has_is_refused_unless_any_may_be() -> None:
     logits, _ = sample_logits(3, 4)
     target = torch.tensor([0, 4, -(2**40)])
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -236,7 +236,7 @@ def test_arguments_are_untouched_and_layout_does_not_matter() -> None:
         assert torch.equal(columns[name], column), name
 
 
-def test_deterministic_algorithms_and_an_empty_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_deterministic_kernels_take_an_empty_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The switch imports TorchInductor, which puts this variable into os.environ where it is missing.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     before = torch.are_deterministic_algorithms_enabled()
@@ -256,7 +256,7 @@ def test_deterministic_algorithms_and_an_empty_batch(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("samples", [5, 40, 2_000])  # 5: most classes do not occur
-def test_precision_recall_against_scikit_learn(samples: int) -> None:
+def test_precision_and_recall_are_those_of_scikit_learn(samples: int) -> None:
     logits, target = sample_logits(samples, 12, seed=5)
     columns = observe_logits(logits, target, 5)
     values = measure("precision_recall", 12, columns).values
@@ -278,7 +278,7 @@ def test_precision_recall_against_scikit_learn(samples: int) -> None:
     assert per_class["predicted"] == np.bincount(guess, minlength=12).tolist()
 
 
-def test_precision_recall_with_samples_that_are_predicted_as_no_class() -> None:
+def test_samples_predicted_as_no_class_count_for_recall_alone() -> None:
     values = measure("precision_recall", 3, columns_of([0, 0, 1, 1], [0, -1, 1, 0])).values
     assert values["micro_precision"] == 2 / 3  # of three predictions
     assert values["micro_recall"] == 2 / 4
@@ -341,7 +341,7 @@ def test_ece_with_nan_confidence_is_none_and_counted() -> None:
 @pytest.mark.parametrize(
     ("successes", "trials"), [(0, 1), (1, 1), (3, 3), (16, 20), (0, 50), (50, 50), (9_214, 10_000)]
 )
-def test_wilson_interval_by_the_printed_formula(successes: int, trials: int) -> None:
+def test_wilson_interval_is_the_printed_formula(successes: int, trials: int) -> None:
     z, p, n = 1.959963984540054, successes / trials, trials
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -377,7 +377,7 @@ def test_intervals_of_fractions_cover_wherever_the_fraction_is(samples: int) -> 
     assert (chances * holds).sum(1).min() > 0.92
 
 
-def test_wilson_interval_as_published() -> None:
+def test_wilson_intervals_are_those_published() -> None:
     # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: 81 of 263 and 0 of 20.
     assert [round(end, 4) for end in wilson_interval(81, 263)] == [0.2553, 0.3662]
     assert [round(end, 4) for end in wilson_interval(0, 20)] == [0.0, 0.1611]
@@ -409,7 +409,7 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_names_that_everybody_knows(rounded: bool) -> None:
+def test_auroc_accuracy_and_f1_are_those_of_scikit_learn(rounded: bool) -> None:
     """Rounded logits give ties, which a softmax breaks by its rounding."""
     logits, target = sample_logits(400, 8)
     columns = observe_logits(logits.round() if rounded else logits, target, 5, ("logits", "probabilities"))
@@ -427,7 +427,7 @@ def test_names_that_everybody_knows(rounded: bool) -> None:
     assert "logits" not in observe_logits(logits, target, 5)
 
 
-def test_auroc_without_an_area() -> None:
+def test_auroc_of_one_class_nan_or_no_sample_is_none() -> None:
     one_class = {"logits": np.full((3, 2), 0.5, np.float32), "target": np.zeros(3, np.int32)}
     assert metric_of("auroc", 2).compute(one_class).values == {"auroc": None}
     with_nan = {**one_class, "logits": np.array([[np.nan, 0], [1, 0], [0, 1]], np.float32)}
@@ -451,7 +451,7 @@ def test_auroc_ranks_what_no_probability_tells_apart(shift: float) -> None:
         assert found.values["auroc"] == pytest.approx(wanted, abs=1e-9)
 
 
-def test_log_odds() -> None:
+def test_log_odds_are_those_of_the_probabilities_in_any_order() -> None:
     logits = np.random.default_rng(1).normal(size=(50, 6)).astype(np.float32) * 4
     probabilities = torch.tensor(logits).double().softmax(1)
     np.testing.assert_allclose(log_odds(logits), probabilities.logit().numpy(), rtol=1e-9)
@@ -459,7 +459,7 @@ def test_log_odds() -> None:
     assert (log_odds(logits[:, order]) == log_odds(logits)[:, order]).all(), "whatever the others' order"
 
 
-def test_default_metrics() -> None:
+def test_default_metrics_follow_from_the_number_of_classes() -> None:
     assert default_metrics(10) == (
         *("loss", "top1", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits"),
     )
@@ -485,12 +485,12 @@ def test_default_metrics() -> None:
         ("confusion", 2049, "at most 2048 classes, found 2049"),
     ],
 )
-def test_names_that_do_not_fit_are_explained(name: str, classes: int, message: str) -> None:
+def test_metric_names_that_do_not_fit_are_explained(name: str, classes: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         metric_of(name, classes)
 
 
-def test_kernels_of_a_batch() -> None:
+def test_a_batch_of_any_size_takes_as_many_kernels() -> None:
     """As many for any batch: a small model's forward on a GPU is as short as twenty kernels."""
     observe_logits(*sample_logits(4, 10), top=5)  # makes what later batches use again
     for samples in (1, 64):
@@ -512,9 +512,7 @@ def test_kernels_of_a_batch() -> None:
         (3, lambda best: best, True),
     ],
 )
-def test_ties_that_the_order_of_the_classes_decides_are_a_warning(
-    levels: int, targets: Any, warned: bool
-) -> None:
+def test_ties_decided_by_the_order_of_classes_are_warned_of(levels: int, targets: Any, warned: bool) -> None:
     torch.manual_seed(0)
     logits = (torch.rand(2000, 10) * levels).floor()
     columns = observe_logits(logits, targets(logits.argmax(1)), 10, {"ties"})

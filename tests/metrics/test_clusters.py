@@ -52,7 +52,7 @@ def by_definition(score: Score) -> tuple[float, float, float, float]:
 
 
 @pytest.mark.parametrize("score", [Score(column="loss"), Score(column="loss", weight="tokens", factor=100.0)])
-def test_unbounded_values(score: Score) -> None:
+def test_unbounded_values_have_halls_interval_by_definition(score: Score) -> None:
     ratio, variance, skewness, degrees = by_definition(score)
     found = robust(ROWS, 1.0, score)
     assert found.count == 40
@@ -66,7 +66,7 @@ def test_unbounded_values(score: Score) -> None:
     assert found.rough["x"] is not None
 
 
-def test_values_of_0_to_1() -> None:
+def test_values_of_0_to_1_have_a_wilson_interval_of_effective_numbers() -> None:
     score = Score(column="right")
     ratio, variance, _, degrees = by_definition(score)
     alike = ratio * (1 - ratio) / variance
@@ -161,7 +161,7 @@ def test_only_samples_that_count_make_clusters() -> None:
     }
 
 
-def test_what_shows_nothing() -> None:
+def test_columns_that_show_nothing_have_no_interval_and_a_warning() -> None:
     def said(value: float, **columns: Any) -> tuple[str, ...]:
         rows = {**ROWS, **columns}
         found = robust(rows, value, Score(column="loss"))
@@ -236,7 +236,7 @@ def evaluate(**options: Any) -> dualeval.Result:
     )
 
 
-def test_a_run_by_clusters(tmp_path: Path) -> None:
+def test_a_run_by_clusters_has_the_same_metrics_and_other_intervals(tmp_path: Path) -> None:
     independent = evaluate()
     assert (independent.naive_intervals, independent.clusters) == ({}, {})
     in_memory = evaluate(cluster="patient")
@@ -292,7 +292,7 @@ def test_an_interval_that_knows_no_clusters_is_a_naive_one() -> None:
         ("", "cluster '': expected the name of a column, or None"),
     ],
 )
-def test_a_column_that_makes_no_clusters(cluster: str, said: str) -> None:
+def test_a_column_that_makes_no_clusters_is_refused(cluster: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         evaluate(cluster=cluster)
 
@@ -336,7 +336,7 @@ def test_questions_on_one_article_go_together(
 
 
 @pytest.mark.parametrize("power", [-600, 600])
-def test_values_whose_squares_no_float64_holds(power: int) -> None:
+def test_values_whose_squares_no_float64_holds_have_scaled_intervals(power: int) -> None:
     own = robust(ROWS, 1.0, Score(column="loss"))
     scaled = robust({**ROWS, "loss": np.ldexp(ROWS["loss"], power)}, 1.0, Score(column="loss"))
     assert scaled.intervals == {"x": tuple(math.ldexp(end, power) for end in own.intervals["x"])}

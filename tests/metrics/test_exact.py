@@ -81,7 +81,7 @@ def test_ledgers_hold_the_rational_sums(dtype: torch.dtype, data: st.DataObject,
     assert found is None if expected is None else same_bits(found, expected)
 
 
-def test_many_values_of_every_exponent() -> None:
+def test_many_values_of_every_exponent_sum_exactly() -> None:
     values = random_bits(300_000, seed=1)  # more than the values summed at once
     found = MEAN.compute(ledger_of(MEAN, {"x": values})).values["x"]
     assert same_bits(found, math.fsum(values.tolist()) / len(values))
@@ -160,7 +160,7 @@ def test_a_billion_ledgers_add_up(dtype: torch.dtype, values: list[float]) -> No
 
 
 @given(st.integers(-(2**600), 2**600))
-def test_limbs_round_trip(value: int) -> None:
+def test_a_number_comes_back_from_its_limbs(value: int) -> None:
     assert from_limbs(to_limbs(value, DOUBLE_PRODUCT_LIMBS)) == value
 
 

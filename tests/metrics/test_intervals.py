@@ -28,7 +28,7 @@ from dualeval.metrics.scores import Score, score_from
 from dualeval.metrics.squad import F1, ExactMatch
 
 
-def test_students_quantiles() -> None:
+def test_students_quantiles_are_those_of_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     for degrees in (*range(1, 40), 1_000, 10**6):
         assert student_95(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-8)
@@ -38,7 +38,7 @@ def test_students_quantiles() -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_cube_roots(value: float) -> None:
+def test_cube_roots_are_right_to_their_last_bits(value: float) -> None:
     root = Fraction(cube_root(value))
     nearest = Fraction(2) ** -50
     assert abs(root * (1 - nearest)) ** 3 <= abs(Fraction(value)) <= abs(root * (1 + nearest)) ** 3
@@ -74,7 +74,7 @@ def test_a_bounded_interval_is_never_as_narrow_as_the_values() -> None:
     assert bounded_interval(Fraction(1, 2), Fraction(1, 10**400), 10**6)[1] > 0.5
 
 
-def test_a_function_of_an_interval() -> None:
+def test_transforms_of_interval_ends_are_none_beyond_their_domain() -> None:
     assert TRANSFORMS["sqrt"].of_ends((-1.0, 4.0)) == (0.0, 2.0)
     assert TRANSFORMS["log"].of_ends((0.0, 4.0)) is None
     assert TRANSFORMS["exp"].of_ends((0.0, 1e4)) is None
@@ -131,12 +131,12 @@ def test_only_what_a_score_says_is_written() -> None:
     assert Score(column="rank", below=5).to_json() == {"column": "rank", "below": 5}
 
 
-def test_what_is_no_score() -> None:
+def test_wrong_fields_of_a_score_are_refused() -> None:
     with pytest.raises(UsageError, match="expected the fields of a Score"):
         score_from({"colum": "rank"})
 
 
-def test_numbers_of_any_kind() -> None:
+def test_a_score_takes_bools_and_integers() -> None:
     rows = {"right": np.array([True, False]), "weight": np.array([3, 1], np.uint8)}
     y, x, _ = Score(column="right", weight="weight").terms(rows)
     assert (y.tolist(), x.tolist()) == ([3.0, 0.0], [3.0, 1.0])

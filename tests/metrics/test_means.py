@@ -202,7 +202,7 @@ def test_the_ends_of_an_interval_stay_where_the_function_has_values() -> None:
         (Mean("y", weight="x"), {"y": doubles([2.0, 2.0]), "x": doubles([4.0, 6.0])}),
     ],
 )
-def test_what_shows_no_spread_has_no_interval(metric: Mean | Ratio, columns: dict[str, Tensor]) -> None:
+def test_equal_values_have_no_interval(metric: Mean | Ratio, columns: dict[str, Tensor]) -> None:
     found = measure(metric, columns)
     assert found.values[metric.name] is not None
     assert (found.intervals, found.rough) == ({}, {})
@@ -266,7 +266,7 @@ def test_samples_of_unequal_weight_count_for_fewer(metric: Mean | Ratio) -> None
 
 @pytest.mark.parametrize("column", ["y", "x"])
 @pytest.mark.parametrize("metric", [Ratio("y", "x", name="m"), Mean("y", "x", name="m")])
-def test_what_is_not_finite_in_either_column_is_counted(metric: Mean | Ratio, column: str) -> None:
+def test_values_that_are_not_finite_in_either_column_are_counted(metric: Mean | Ratio, column: str) -> None:
     columns = {"y": doubles([1.0, 2.0, 3.0, 4.0]), "x": doubles([1.0, 1.0, 1.0, 1.0])}
     columns[column] = doubles([1.0, math.nan, math.inf, -math.inf])
     assert measure(metric, columns) == Measured(
@@ -277,7 +277,7 @@ def test_what_is_not_finite_in_either_column_is_counted(metric: Mean | Ratio, co
     assert torch.equal(ledger_of(metric, columns)[5:], ledger_of(metric, first)[5:])
 
 
-def test_no_samples_and_no_weight() -> None:
+def test_no_samples_and_no_weight_give_none_and_a_warning() -> None:
     nothing = {"y": doubles([]), "x": doubles([])}
     for metric in (Mean("y"), Mean("y", "x"), Ratio("y", "x"), Mean("y", transform="exp")):
         assert measure(metric, nothing) == Measured(values={metric.name: None})
@@ -295,7 +295,7 @@ def test_products_beyond_a_double_leave_the_value_and_no_interval() -> None:
     )
 
 
-def test_counts() -> None:
+def test_a_count_is_the_exact_sum_of_integers() -> None:
     assert measure(Count("right"), {"right": torch.tensor([True, False, True])}).values == {"right_count": 2}
     large = torch.tensor([2**63 - 1] * 5 + [-7])
     assert measure(Count("tokens", unit="tokens"), {"tokens": large}) == Measured(
@@ -306,7 +306,7 @@ def test_counts() -> None:
         measure(Count("x"), {"x": torch.zeros(2)})
 
 
-def test_units_directions_and_names() -> None:
+def test_units_directions_and_names_are_in_the_measured_values() -> None:
     metric = Mean("x", name="rmse", transform="sqrt", unit="m", higher_is_better=False)
     found = measure(metric, {"x": doubles([4.0])})
     assert found.values == {"rmse": 2.0}

@@ -88,7 +88,7 @@ def test_a_mistake_is_found(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_WARNED)
-def test_what_may_be_right_is_not_warned_of(case: str) -> None:
+def test_predictions_that_may_be_right_are_not_warned_of(case: str) -> None:
     assert said(*NOT_WARNED[case]) == ""
 
 
@@ -96,7 +96,7 @@ def test_samples_that_go_together_show_less() -> None:
     assert said(T, (T + 1 + np.arange(200) % 9) % 10, samples=20) == ""
 
 
-def test_choices_are_called_so() -> None:
+def test_classes_of_answers_are_called_choices() -> None:
     assert "every prediction is choice 2," in said(T % 4, 0 * T + 2, name="answer")
 
 
@@ -121,7 +121,7 @@ def test_counts_of_metrics_say_the_same() -> None:
         ([[20, 10, 5], [50, 30, 20], [30, 50, 20]], ""),
     ],
 )
-def test_pixels(counts: Any, words: str) -> None:
+def test_mistakes_are_found_in_counts_of_pixels(counts: Any, words: str) -> None:
     slots = torch.tensor(counts).flatten() * 1000
     [found] = mistakes.of_counts([(Overlap(3, "iou", 1, (-1, 1, 1)), slots)], 200) or [""]
     assert found.startswith(words) and bool(found) == bool(words)
@@ -157,7 +157,7 @@ def one_hot(samples: int = 200) -> TensorDataset:
 
 @pytest.mark.parametrize("metrics", [None, [TopK(1)], ["loss"]])
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_run_says_it_once(
+def test_a_run_warns_of_a_mistake_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics: Any, writes: bool
 ) -> None:
     out = tmp_path / "out" if writes else None

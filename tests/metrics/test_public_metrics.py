@@ -40,7 +40,7 @@ from tests.vehicles.measuring import measure
 from tests.vehicles.tiny import TinyTask
 
 
-def test_public_names() -> None:
+def test_the_public_names_of_metrics_are_these() -> None:
     assert dualeval.metrics.__all__ == [
         *("Confusion", "Count", "IoU", "Mean", "Measured", "Metric", "PrecisionRecall", "Ratio"),
         *("RowMetric", "Rows", "Score", "TopK", "Value", "from_torchmetrics"),
@@ -103,7 +103,7 @@ def pixels(count: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_one_label_a_pixel(dtype: torch.dtype) -> None:
+def test_metrics_of_pixels_are_those_of_scikit_learn(dtype: torch.dtype) -> None:
     target, prediction = pixels(8, 5)
     columns = {"target": target.to(dtype), "prediction": prediction.to(dtype)}
     flat = target.reshape(-1).numpy(), prediction.reshape(-1).numpy()
@@ -185,7 +185,7 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
         ([0, 1], [[0, 1], [1, 0]], "'target' has 2 elements and 'prediction' has 4 in the same samples"),
     ],
 )
-def test_what_are_no_classes_is_refused(target: list[int], prediction: list[Any], said: str) -> None:
+def test_values_that_are_no_classes_are_refused(target: list[int], prediction: list[Any], said: str) -> None:
     for metric in (Confusion(3), IoU(3), PrecisionRecall(3)):
         ledger = torch.zeros(metric.size, dtype=torch.int64)
         with pytest.raises(UsageError, match=said):
@@ -206,7 +206,7 @@ def rows_of(metric: Rows, *columns: Sequence[float]) -> Measured:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=2, max_size=9))
-def test_a_function_of_scikit_learn(pairs: list[tuple[float, float]]) -> None:
+def test_a_function_of_scikit_learn_is_a_metric(pairs: list[tuple[float, float]]) -> None:
     target, prediction = zip(*pairs, strict=True)
     metric = Rows(r2_score, ["target", "prediction"], higher_is_better=True, unit="fraction")
     assert rows_of(metric, target, prediction) == Measured(
@@ -220,7 +220,7 @@ def test_arguments_come_in_the_order_of_the_columns() -> None:
     assert rows_of(Rows(lambda a, b: a[0] - b[0], ["b", "a"], name="m"), [1.0], [5.0]).values == {"m": -4.0}
 
 
-def test_a_dict_gives_values_of_its_own() -> None:
+def test_a_dict_that_a_function_returns_gives_several_values() -> None:
     report = functools.partial(classification_report, output_dict=True)
     metric = Rows(report, ["target", "prediction"], higher_is_better={"accuracy": True})
     found = rows_of(metric, [0, 1, 1], [0, 1, 0])
@@ -244,11 +244,11 @@ def test_a_dict_gives_values_of_its_own() -> None:
         (None, None),
     ],
 )
-def test_what_a_function_may_return(found: Any, value: float | None) -> None:
+def test_a_function_may_return_any_kind_of_number(found: Any, value: float | None) -> None:
     assert rows_of(Rows(lambda x: found, ["x"], name="m"), [1.0]).values == {"m": value}
 
 
-def test_targets_that_do_not_count_are_said() -> None:
+def test_targets_that_do_not_count_are_warned_of() -> None:
     metric = Rows(lambda target, prediction: 0.5, ["target", "prediction"], name="mine")
     target = np.array([1, -100, 2, -100])
     said = metric.compute({"target": target, "prediction": target}).warnings
@@ -256,7 +256,7 @@ def test_targets_that_do_not_count_are_said() -> None:
     assert not metric.compute({"target": target * 0.5, "prediction": target}).warnings
 
 
-def test_nan_of_a_function_is_none_and_said() -> None:
+def test_nan_of_a_function_is_none_and_warned_of() -> None:
     found = rows_of(Rows(lambda x: math.nan, ["x"], name="m"), [1.0])
     assert found.values == {"m": None}
     assert "gave nan for m" in found.warnings[0]

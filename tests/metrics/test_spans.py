@@ -160,7 +160,7 @@ WILD = st.lists(
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), n_best=st.integers(1, 6), most_tokens=st.integers(1, 8))
-def test_best_spans_of_any_windows(
+def test_best_spans_of_any_windows_are_those_by_hand(
     dtype: torch.dtype, data: st.DataObject, n_best: int, most_tokens: int
 ) -> None:
     windows = data.draw(any_windows(dtype, 4))
@@ -200,7 +200,7 @@ def same_bits(one: Spans, other: Spans) -> bool:
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), n_best=st.integers(1, 6), most_tokens=st.integers(1, 8))
-def test_best_of_any_questions_however_their_windows_are_grouped(
+def test_best_spans_do_not_depend_on_how_windows_are_grouped(
     data: st.DataObject, n_best: int, most_tokens: int
 ) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))

@@ -164,7 +164,7 @@ def many_questions(count: int, seed: int) -> list[tuple[str, list[str]]]:
     st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), max_size=20).map(lambda rows: [(2, 0, 1), *rows]),
     st.integers(0, 1000),
 )
-def test_window_work(rows: list[tuple[int, int, int]], seed: int) -> None:
+def test_the_work_of_windows_is_summed(rows: list[tuple[int, int, int]], seed: int) -> None:
     names = ("windows", "tokens", "padded_tokens")
     columns = {
         name: torch.tensor(values, dtype=torch.int32)
@@ -294,7 +294,7 @@ def test_the_second_kind_of_file_scores_as_defined(questions: list[Asked], seed:
 
 @settings(max_examples=200, deadline=None)
 @given(asked())
-def test_best_thresholds_as_defined(questions: list[Asked]) -> None:
+def test_best_thresholds_are_those_of_their_definition(questions: list[Asked]) -> None:
     plain = [plain_scores(one.span, one.gold) for one in questions]
     best_exact, at_exact = plain_threshold(questions, [exact for exact, _ in plain])
     best_f1, at_f1 = plain_threshold(questions, [f1 for _, f1 in plain])
@@ -364,7 +364,7 @@ def test_without_samples_there_is_no_value() -> None:
     assert measure(AnswerCounts(), columns).values == {"HasAns_total": 2, "NoAns_total": 0}
 
 
-def test_intervals() -> None:
+def test_intervals_of_exact_match_are_wilsons() -> None:
     columns = columns_of([right(0.0)] * 3 + [wrong(0.0)] * 2 + [needless(0.0, "")] * 4 + [needless(0.0)])
     intervals = measure(ExactMatch(parts=True), columns).intervals
     counts = {"exact_match": (7, 10), "HasAns_exact": (3, 5), "NoAns_exact": (4, 5)}
@@ -397,5 +397,5 @@ def test_intervals() -> None:
         *((one, other, True) for one, other in (("2020-01-05", "2020/01/05"), ("x-3", "x3"), ("U.S.", "us"))),
     ],
 )
-def test_plain_text_leaves_numbers_and_something(one: str, other: str, are_equal: bool) -> None:
+def test_plain_text_keeps_numbers_and_is_never_empty(one: str, other: str, are_equal: bool) -> None:
     assert (plain_text(one, IGNORED) == plain_text(other, IGNORED)) == are_equal

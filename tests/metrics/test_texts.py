@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 1e6])
-def test_correlations(ties: bool, shift: float) -> None:
+def test_correlations_are_those_of_scipy(ties: bool, shift: float) -> None:
     draw = np.random.default_rng(5)
     target = draw.normal(size=300)
     prediction = (0.6 * target + draw.normal(size=300)).astype(np.float32)
@@ -49,7 +49,9 @@ def test_correlations(ties: bool, shift: float) -> None:
         ([1.0, NAN, INF], [1.0, 2.0, 3.0], {"nan": 1, "pos_inf": 1, "neg_inf": 0}),
     ],
 )
-def test_no_correlation(prediction: list[float], target: list[float], nonfinite: dict[str, int]) -> None:
+def test_no_correlation_is_none(
+    prediction: list[float], target: list[float], nonfinite: dict[str, int]
+) -> None:
     columns = {"prediction": np.array(prediction, np.float32), "target": np.array(target)}
     for metric in (Pearson(), Spearman()):
         found = metric.compute(columns)
@@ -58,7 +60,7 @@ def test_no_correlation(prediction: list[float], target: list[float], nonfinite:
 
 
 @pytest.mark.parametrize("classes", [2, 3, 7])
-def test_matthews_coefficient_and_the_f1_of_two(classes: int) -> None:
+def test_matthews_coefficient_and_binary_f1_are_those_of_scikit_learn(classes: int) -> None:
     generator = torch.Generator().manual_seed(classes)
     target = torch.randint(0, classes, (200,), generator=generator)
     drawn = torch.randint(0, classes, (200,), generator=generator)
@@ -72,7 +74,7 @@ def test_matthews_coefficient_and_the_f1_of_two(classes: int) -> None:
             assert measure(BinaryF1(2), columns).values == {"binary_f1": pytest.approx(f1, abs=1e-12)}
 
 
-def test_matthews_coefficient_at_its_ends() -> None:
+def test_matthews_coefficient_goes_from_minus_1_to_1() -> None:
     def of(prediction: list[int], target: list[int]) -> Any:
         columns = {"prediction": torch.tensor(prediction), "target": torch.tensor(target)}
         return measure(Matthews(2), columns).values["mcc"]

@@ -93,7 +93,7 @@ def test_the_states_decide_the_route(
     assert is_of_rows(from_torchmetrics(metric, ["value"], by_rows=True))
 
 
-def test_totals_beyond_a_states_own_type(package: ModuleType) -> None:
+def test_totals_may_grow_beyond_a_states_own_type(package: ModuleType) -> None:
     def update(self: Any, value: Tensor) -> None:
         self.total += value.sum().to(torch.int32)
 
@@ -117,7 +117,7 @@ def test_double_columns_keep_their_bits(package: ModuleType) -> None:
     assert of_batches(metric, *values).values == {"Own": 0.1 + 0.2}
 
 
-def test_what_is_kept_beside_the_states_is_refused() -> None:
+def test_a_value_kept_beside_the_states_is_refused() -> None:
     metric = from_torchmetrics("RootMeanSquaredErrorUsingSlidingWindow()", PAIR)
     pictures = {name: torch.rand(4, 3, 16, 16) for name in PAIR}
     with pytest.raises(UsageError, match=r"changes its attribute 'rmse_map'.*by_rows=True"):
@@ -158,7 +158,7 @@ def test_a_value_that_depends_on_the_batches_is_refused(package: ModuleType, upd
     assert found.compute({"value": values.numpy()}).values["Own"] == pytest.approx(float(wanted))
 
 
-def test_a_count_of_batches_that_no_value_reads(package: ModuleType) -> None:
+def test_a_count_of_batches_that_no_value_reads_is_allowed(package: ModuleType) -> None:
     def update(self: Any, value: Tensor) -> None:
         self.total += value.sum()
         self.batches += 1
@@ -167,7 +167,7 @@ def test_a_count_of_batches_that_no_value_reads(package: ModuleType) -> None:
     assert of_batches(from_torchmetrics(own, ["value"]), {"value": torch.ones(7)}).values == {"Own": 7}
 
 
-def test_an_attribute_that_a_later_batch_changes(package: ModuleType) -> None:
+def test_an_attribute_that_a_later_batch_changes_is_refused(package: ModuleType) -> None:
     def update(self: Any, value: Tensor) -> None:
         self.total += len(value)
         if value.max() > 2:
@@ -337,7 +337,7 @@ def test_scores_within_0_to_1_stay_probabilities() -> None:
         of_batches(made, {"preds": torch.tensor([torch.nan]), "target": torch.tensor([1])})
 
 
-def test_floats_far_from_zero() -> None:
+def test_r2_of_floats_far_from_zero_is_exact() -> None:
     """R2 of float32 values near -311,030, whose squares a float32 cannot tell apart."""
     draw = torch.Generator().manual_seed(0)
     target = torch.randn(2000, generator=draw) * 7 - 311030
@@ -370,7 +370,7 @@ def test_a_class_that_is_none_is_never_another_one(preds: int, target: int) -> N
     assert of_batches(ignoring, {"preds": torch.tensor([1, 1]), "target": torch.tensor([1, -1])}).values
 
 
-def test_what_each_update_would_take_from_its_values() -> None:
+def test_arguments_taken_from_the_values_of_an_update_are_asked_for() -> None:
     with pytest.raises(UsageError, match=r"StructuralSimilarityIndexMeasure: give it data_range"):
         from_torchmetrics("StructuralSimilarityIndexMeasure()", PAIR)
     dice: Any = from_torchmetrics("DiceScore(3)", PAIR)
@@ -408,7 +408,7 @@ def test_each_sum_is_exact_and_rounded_once() -> None:
         assert not summed(torch.cat([rows, -rows])).any()
 
 
-def test_sums_of_what_is_not_finite() -> None:
+def test_sums_of_nan_and_infinities_are_nan_or_infinite() -> None:
     slots = summed(torch.tensor([[math.nan, math.inf, -math.inf, math.inf], [1.0, 1.0, 1.0, -math.inf]]))
     nan, positive, negative, both = each_rounded(slots).tolist()
     assert (math.isnan(nan), positive, negative, math.isnan(both)) == (True, math.inf, -math.inf, True)
@@ -425,7 +425,7 @@ def summed(rows: Tensor) -> Tensor:
 # -- values ------------------------------------------------------------------------------------------
 
 
-def test_values_by_key_and_what_is_not_finite() -> None:
+def test_values_by_key_are_metrics_and_nonfinite_ones_are_counted() -> None:
     said = {"preds": Text(["a b"]), "target": Text(["a b"]), "id": Text(["1"])}
     columns = {
         "preds": [{"prediction_text": "preds", "id": "id"}],
@@ -459,7 +459,7 @@ def test_without_samples_there_is_no_value() -> None:
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["ledger", "rows"])
-def test_what_columns_become(package: ModuleType, mapped: bool) -> None:
+def test_columns_become_the_arguments_that_a_metric_expects(package: ModuleType, mapped: bool) -> None:
     seen: list[dict[str, Any]] = []
 
     class Own(package.Metric):  # type: ignore[name-defined, misc]
@@ -517,12 +517,12 @@ def test_what_columns_become(package: ModuleType, mapped: bool) -> None:
         (["a", {"b": 3}], r"found 3, expected a column's name"),
     ],
 )
-def test_columns_that_do_not_fit(columns: Any, message: str) -> None:
+def test_columns_that_do_not_fit_a_metric_are_refused(columns: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_torchmetrics("MeanSquaredError()", columns)
 
 
-def test_values_of_columns_that_do_not_fit() -> None:
+def test_values_that_do_not_fit_a_metric_are_refused() -> None:
     metric: Any = from_torchmetrics("MaxMetric()", ["boxes"])
     ragged = to_rows(Ragged(torch.arange(3.0), torch.tensor([1, 2])))
     with pytest.raises(UsageError, match=r"differ in shape.*\['boxes'\]"):
@@ -537,7 +537,7 @@ def test_values_of_columns_that_do_not_fit() -> None:
 # -- a line of text ----------------------------------------------------------------------------------
 
 
-def test_a_metric_in_a_line() -> None:
+def test_a_line_gives_a_metric_its_arguments_columns_and_name() -> None:
     known = ["prediction", "target", "loss"]
     accuracy: Any = from_text(f"torchmetrics:MulticlassAccuracy({CLASSES}, average='micro')", known)
     assert (accuracy.name, accuracy.columns) == ("MulticlassAccuracy", ("prediction", "target"))
@@ -582,7 +582,7 @@ def test_a_metric_in_a_line() -> None:
         ("ClasswiseWrapper(MulticlassAccuracy(3))", r"not a literal.*from_torchmetrics"),
     ],
 )
-def test_lines_that_are_refused(text: str, message: str) -> None:
+def test_wrong_lines_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_text(f"torchmetrics:{text}", ["prediction", "target", "loss", "rank"])
 
@@ -598,7 +598,7 @@ def test_lines_that_are_refused(text: str, message: str) -> None:
         ("BinaryAUROC()", None),
     ],
 )
-def test_scores_are_found(call: str, preds: str | None) -> None:
+def test_a_metric_of_scores_gets_the_column_it_can_read(call: str, preds: str | None) -> None:
     available = ["prediction", "target", "rank", "logits", "probabilities"]
     if preds is None:
         with pytest.raises(
@@ -609,7 +609,7 @@ def test_scores_are_found(call: str, preds: str | None) -> None:
         assert from_text(f"torchmetrics:{call}", available).columns == (preds, "target")
 
 
-def test_what_torchmetrics_warns_of_is_in_the_result() -> None:
+def test_a_warning_of_torchmetrics_is_in_the_result() -> None:
     """A class without a sample counts as 0 in its mean."""
     metric: Any = from_torchmetrics("MulticlassAUROC(3)", PAIR)
     preds = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
@@ -617,7 +617,7 @@ def test_what_torchmetrics_warns_of_is_in_the_result() -> None:
     assert said.startswith("MulticlassAUROC: TorchMetrics warns: No positive samples in targets")
 
 
-def test_objects_that_are_refused(package: ModuleType) -> None:
+def test_objects_that_are_no_such_metrics_are_refused(package: ModuleType) -> None:
     class Network(package.Metric):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
@@ -640,7 +640,7 @@ def test_objects_that_are_refused(package: ModuleType) -> None:
             from_torchmetrics(given, ["value"])
 
 
-def test_without_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"not installed\. Type: pip install 'dualeval.torchmetrics.'"):
         from_text("torchmetrics:MeanMetric()")

@@ -86,7 +86,7 @@ def test_values_are_those_of_torchmetrics(done: tuple[Path, Result], name: str) 
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
+def test_ranks_have_one_digest(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
     for report in run_ranks(launch, "torchmetrics", size, tmp_path):
         assert report["digest"] == done[1].metrics_digest
         assert report["failed"] == len(BROKEN)
@@ -103,7 +103,7 @@ def test_the_time_of_a_fold_changes_no_bit(
     assert len(found) == 6
 
 
-def test_from_the_rows_to_the_bit(done: tuple[Path, Result]) -> None:
+def test_rescoring_the_rows_gives_the_same_bits(done: tuple[Path, Result]) -> None:
     out, result = done
     names = [name for name in METRICS if name != "psnr"]
     found = dualeval.rescore(out, metrics=[made(name) for name in names])
@@ -124,7 +124,7 @@ def test_verify_needs_the_batches_of_the_run(tmp_path: Path) -> None:
 AUROC = "torchmetrics:MulticlassAUROC(num_classes=10)"
 
 
-def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
+def test_auroc_is_the_same_on_ranks_and_from_the_rows(launch: Launch, tmp_path: Path) -> None:
     """On one rank, on two, from the rows, and by TorchMetrics in one piece."""
     (tmp_path / "two").mkdir()
     alone = evaluate(
@@ -145,7 +145,7 @@ def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
     assert not [check for check in checks if check.differences]
 
 
-def test_verify_of_a_run_with_other_formulas(tmp_path: Path) -> None:
+def test_verify_names_a_run_of_other_formulas(tmp_path: Path) -> None:
     """Of an earlier version: other values, and options that tell the metrics apart; its files are whole."""
     hinge = "torchmetrics:MulticlassHingeLoss(num_classes=10)@preds=probabilities,target=target"
     done = evaluate(ImageClassification(metrics=["top1"]), tmp_path, limit=60, metric=["top1", hinge, AUROC])

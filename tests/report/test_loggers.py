@@ -162,12 +162,12 @@ def test_without_matplotlib_the_rest_is_logged(
         ("jsonl:x", True, "step=True: expected a whole number"),
     ],
 )
-def test_wrong_texts_say_what_to_type(text: str, step: int | None, words: str) -> None:
+def test_a_wrong_target_says_what_to_type(text: str, step: int | None, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         targets_of([text], step)
 
 
-def test_texts_are_read() -> None:
+def test_a_target_is_read_as_kind_place_and_name() -> None:
     [one, two] = targets_of(["mlflow:http://host:5000#a", "jsonl:dir/x.jsonl#1", "jsonl:dir/x.jsonl#1"], 3)
     assert (one.kind, one.where, one.name) == ("mlflow", "http://host:5000", "a")
     assert (two.kind, two.where, two.name) == ("jsonl", "dir/x.jsonl#1", None)
@@ -370,11 +370,11 @@ def test_a_signal_while_a_tracker_is_waited_for_says_what_is_not_logged(
         ("wandb:project", "wandb:project"),
     ],
 )
-def test_folders_in_a_job_file_count_from_its_folder(text: str, expected: str) -> None:
+def test_paths_of_loggers_in_a_job_file_are_relative_to_it(text: str, expected: str) -> None:
     assert counted_from(text, Path("/jobs")) == expected
 
 
-def test_the_command_line(launch: Launch, tmp_path: Path) -> None:
+def test_a_run_with_a_logger_prints_the_result_alone(launch: Launch, tmp_path: Path) -> None:
     """Two ranks and a job file: nothing but the result on standard output, and one line logged."""
     (tmp_path / "job.toml").write_text('limit = 128\nlogger = ["jsonl:log.jsonl"]\nout = "run"\n')
     command: list[str | Path]
@@ -387,7 +387,7 @@ def test_the_command_line(launch: Launch, tmp_path: Path) -> None:
     assert [line["metrics_digest"] for line in lines_of(tmp_path / "log.jsonl")] == [digest]
 
 
-def test_export_on_the_command_line(run: Path, offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_logs_a_finished_run(run: Path, offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def export(*words: str | Path) -> str:
         cli.dualeval.main(["export", *map(str, words)], standalone_mode=False)
         return capsys.readouterr().out
@@ -400,7 +400,7 @@ def test_export_on_the_command_line(run: Path, offline: Path, capsys: pytest.Cap
         export(offline, "--to", "jsonl:log.jsonl")
 
 
-def test_a_missing_package_is_said_before_anything_is_evaluated(
+def test_a_missing_package_is_named_before_anything_is_evaluated(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)

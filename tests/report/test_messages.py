@@ -211,7 +211,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "says"), UNFIT, ids=[says for _, says in UNFIT])
-def test_model_data_and_arguments_that_do_not_fit(options: dict[str, Any], says: str) -> None:
+def test_model_data_and_arguments_that_do_not_fit_are_explained(options: dict[str, Any], says: str) -> None:
     message = refused(**options)
     for words in says.split(" ... "):
         assert words in message
@@ -333,7 +333,7 @@ def test_debug_is_an_option_of_the_session() -> None:
 # -- metrics -------------------------------------------------------------------------------------------
 
 
-def test_what_torchmetrics_computes_of_more_samples_only() -> None:
+def test_a_metric_that_needs_more_samples_than_a_batch_is_computed() -> None:
     """R2Score needs two; the first batch has one."""
     said: list[str] = []
     options = {"metrics": ["torchmetrics:R2Score()"], "model": nn.Linear(4, 1).eval(), "batch_size": 1}
@@ -354,7 +354,7 @@ def test_what_torchmetrics_computes_of_more_samples_only() -> None:
     ],
     ids=["by name", "by name in a list", "a metric", "of a column"],
 )
-def test_logits_that_are_not_finite_are_warned_of_whatever_is_asked_for(options: dict[str, Any]) -> None:
+def test_nonfinite_logits_are_warned_of_whatever_is_asked_for(options: dict[str, Any]) -> None:
     inputs = INPUTS.clone()
     inputs[3] = float("nan")
     result = evaluated(data=TensorDataset(inputs, LABELS), **options)
@@ -428,14 +428,14 @@ def said_of(model: str, *, error: type[DualevalError] = UsageError, **options: A
         ("lite:needs", "needs(width) is called with no arguments ... def make(num_classes=10)"),
     ],
 )
-def test_a_model_of_ones_own(model: str, says: str) -> None:
+def test_a_model_of_ones_own_that_does_not_fit_is_explained(model: str, says: str) -> None:
     message = said_of(model)
     assert [words for words in says.split(" ... ") if words not in message] == []
     assert "--resize" not in message
 
 
 @pytest.mark.usefixtures("here")
-def test_an_error_in_a_models_own_forward() -> None:
+def test_an_error_in_a_models_own_forward_shows_its_line() -> None:
     words = ["run", "--model", "lite:Wrong", "--weights", "random:0", "--data", "pictures", "--no-progress"]
     words += ["--preprocessing", "none"]
     done = CliRunner().invoke(command, words)
@@ -453,7 +453,7 @@ def test_an_error_in_a_models_own_forward() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_questions_are_another_task() -> None:
+def test_data_of_questions_name_the_task_for_them() -> None:
     Path("tiny").mkdir()
     (Path("tiny") / "config.json").write_text("{}")
     Path("dev.json").write_text("{}")
@@ -465,7 +465,7 @@ def test_questions_are_another_task() -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0.1,nan,0.2"])
-def test_a_mean_that_is_none(value: str) -> None:
+def test_a_wrong_mean_is_refused(value: str) -> None:
     done = CliRunner().invoke(command, ["run", f"--mean={value}", "--std", "1", "--dry-run"])
     assert isinstance(done.exception, UsageError)
     assert own_code(done.exception) == "", "a dataclass's generated __init__ is nobody's own code"
@@ -517,7 +517,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_holds_no_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_weights_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content, words = FILES[name]
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
@@ -526,7 +526,7 @@ def test_a_file_that_holds_no_weights(name: str, tmp_path: Path, monkeypatch: py
     assert "pickle" not in message.lower()
 
 
-def test_a_file_that_holds_no_picture(here: Path) -> None:
+def test_a_file_without_a_picture_is_named(here: Path) -> None:
     """What it holds instead: tests/data/test_pictures.py has the other kinds."""
     (here / "pictures" / "a" / "2.png").write_bytes(PAGE)
     task = ImageClassification(
@@ -539,7 +539,7 @@ def test_a_file_that_holds_no_picture(here: Path) -> None:
     assert "BufferedReader" not in str(caught.value)
 
 
-def test_the_embedded_weights_have_a_name() -> None:
+def test_weights_DEFAULT_are_the_embedded_ones() -> None:
     named, own = ImageClassification(model="fashion-cnn", weights="DEFAULT"), ImageClassification()
     assert named.description()["weights"] == own.description()["weights"]
     assert "shipped with dualeval" in named.description()["weights"]

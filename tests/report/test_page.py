@@ -42,7 +42,7 @@ class Elements(HTMLParser):
         self.texts.append(data)
 
 
-def test_what_strangers_name_is_text() -> None:
+def test_markup_in_names_is_text_on_the_page() -> None:
     page = render(content())
     elements = Elements(page)
     assert MARKUP not in page and ESCAPES not in page and "\x1b" not in page
@@ -52,7 +52,7 @@ def test_what_strangers_name_is_text() -> None:
     page.encode("utf-8")
 
 
-def test_nothing_but_the_page_is_asked_for_or_run() -> None:
+def test_the_page_loads_nothing_from_elsewhere() -> None:
     elements = Elements(render(content()))
     policy = next(each["content"] for _, each in elements.found if each.get("http-equiv"))
     assert policy is not None and policy.startswith("default-src 'none';") and "unsafe" not in policy
@@ -110,13 +110,13 @@ def test_tiny_pictures_are_kept_and_large_ones_are_thumbnails() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
-def test_pictures_of_all_kinds(mode: str) -> None:
+def test_pictures_of_all_modes_are_on_the_page(mode: str) -> None:
     for size in ((20, 20), (200, 100)):
         shown = (Shown(kind="picture", picture=Image.new(mode, size)),)
         assert "data:image/" in render(content(samples=[replace(sample(0, (28, 28)), shown=shown)]))
 
 
-def test_many_classes_are_pairs() -> None:
+def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
     names = [f"class {number}" for number in range(1200)]
     page = render(
         content(
@@ -130,7 +130,7 @@ def test_many_classes_are_pairs() -> None:
     assert "25.0%" in page and "The first 1,000 of 1,200 rows." in page
 
 
-def test_a_run_of_which_there_is_little_to_say() -> None:
+def test_a_run_without_figures_has_a_page_of_its_provenance() -> None:
     nothing: dict[str, Any] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
     page = render(content(count=0, against=[], slices={}, seconds=[], **nothing))
     links = [each["href"] for tag, each in Elements(page).found if tag == "a"]
@@ -156,7 +156,7 @@ def test_charts_are_not_the_callers_style() -> None:
     assert styled == render(content())
 
 
-def test_what_a_page_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_a_folder_or_jinja2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="give out=DIR"):
         writing.check_report(None, is_main=True)
     monkeypatch.setattr(writing, "find_spec", lambda name: None if name == "jinja2" else True)
@@ -184,13 +184,13 @@ def test_a_run_and_a_command_write_the_same_page(launch: Launch, runs: Path, tmp
     assert (tmp_path / "again.html").read_text() == page
 
 
-def test_a_page_beside_another_run(launch: Launch, runs: Path) -> None:
+def test_report_against_compares_with_another_run(launch: Launch, runs: Path) -> None:
     assert not (runs / "b/report.html").exists()
     launch(["dualeval", "report", runs / "b", "--against", runs / "a"]).ok()
     assert "the same on every sample" in (runs / "b/report.html").read_text()
 
 
-def test_words_of_the_command_that_are_wrong(runs: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_of_the_command_are_refused(runs: Path, tmp_path: Path) -> None:
     for words, said in (
         ([runs / "c"], "there is no folder"),
         ([runs / "a", "--against", runs / "c"], "there is no folder"),

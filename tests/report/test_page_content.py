@@ -130,7 +130,7 @@ def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageConte
     assert page.calibration and sum(each["count"] for each in page.calibration) == COUNT
 
 
-def test_what_a_task_shows_and_what_it_costs_when_it_cannot(page: PageContent) -> None:
+def test_an_error_in_show_costs_its_samples_card_alone(page: PageContent) -> None:
     kinds = [["picture"], ["picture", "text"], ["table"], *[["error"]] * 5]
     shown = {card.index % 8: card.shown for card in page.samples}
     assert len(shown) == 8

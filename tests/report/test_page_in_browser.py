@@ -65,7 +65,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_filters_and_sorting(browser: Any, file: Path) -> None:
+def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
     assert len(visit.cards()) == 24 and "40 of 40" in page.inner_text("#found")
@@ -104,7 +104,7 @@ def _samples() -> list[tuple[int, str]]:
     return [(at, names[at % 5]) for at in range(40)]
 
 
-def test_by_keyboard_alone(browser: Any, file: Path) -> None:
+def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
     page.keyboard.press("Tab")
@@ -121,7 +121,7 @@ def test_by_keyboard_alone(browser: Any, file: Path) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_themes_and_what_axe_finds(browser: Any, file: Path, theme: str) -> None:
+def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path, theme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     visit = Visit(browser, file, color_scheme=theme)
@@ -147,7 +147,7 @@ def test_the_page_is_no_wider_than_its_window(browser: Any, file: Path, width: i
     visit.end()
 
 
-def test_copies_and_zoom(browser: Any, file: Path) -> None:
+def test_a_command_is_copied_and_the_matrix_is_zoomed(browser: Any, file: Path) -> None:
     visit = Visit(browser, file, permissions=["clipboard-read", "clipboard-write"])
     page = visit.page
     page.click(".copy")
@@ -159,7 +159,7 @@ def test_copies_and_zoom(browser: Any, file: Path) -> None:
     visit.end()
 
 
-def test_without_scripts_all_is_there(browser: Any, file: Path) -> None:
+def test_without_scripts_all_cards_are_there(browser: Any, file: Path) -> None:
     visit = Visit(browser, file, java_script_enabled=False)
     assert len(visit.texts(".card")) == 40
     assert not visit.page.is_visible("#filters") and not visit.page.is_visible(".copy >> nth=0")

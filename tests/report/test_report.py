@@ -63,11 +63,11 @@ def test_lines_are_seconds_apart() -> None:
     [([0, 0.5, 2.9], 1000, 0), ([0, 60, 60.5, 61], 1000, 1), ([0, 10], 10, 0)],
     ids=["the first takes its time", "one for a late report", "the end is the table's to tell"],
 )
-def test_number_of_lines(seconds: list[float], total: int, lines: int) -> None:
+def test_no_progress_line_comes_too_early_or_at_the_end(seconds: list[float], total: int, lines: int) -> None:
     assert len(shown(seconds, total)) == lines
 
 
-def test_progress_line() -> None:
+def test_a_line_of_progress_has_speed_and_time_left() -> None:
     assert progress_line(1500, 10_000, 2.0) == "1,500/10,000 samples, 750 samples/s, 11 s left"
     assert progress_line(0, 10_000, 5.0) == "0/10,000 samples, 0 samples/s, time left unknown"
     assert progress_line(0, 10, 0.0) == "0/10 samples, 0 samples/s, time left unknown"
@@ -120,7 +120,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {name: rest for name, *rest in cells}
 
 
-def test_the_table() -> None:
+def test_the_table_has_values_and_intervals() -> None:
     assert rows(printed(result())) == {
         "loss": ["0.250000", "0.200000 to 0.300000"],
         "top1": ["92.50 %", "91.96 % to 93.00 %"],
@@ -131,7 +131,7 @@ def test_the_table() -> None:
     }
 
 
-def test_percent_and_counts() -> None:
+def test_percent_and_counts_have_their_own_digits() -> None:
     metrics = {"f1": 85.125, "mine": 0.5, "total": 12_345}
     shown = result(metrics=metrics, intervals={"f1": (80.0, 90.0)}, units={"f1": "percent"})
     assert rows(printed(shown)) == {
@@ -195,11 +195,11 @@ WARNINGS = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "
         ),
     ],
 )
-def test_the_lines_below(changes: dict[str, Any], said: str) -> None:
+def test_a_fact_of_the_result_has_its_line_below_the_table(changes: dict[str, Any], said: str) -> None:
     assert said in printed(result(**changes)).splitlines()
 
 
-def test_lines_that_have_nothing_to_say() -> None:
+def test_lines_without_content_are_left_out() -> None:
     """``samples_digest``: of an earlier version."""
     lines = printed(result(folder=None)).splitlines()
     absent = ("files", "machine", "resumed", "samples_digest", "warning", "work")
@@ -275,7 +275,7 @@ def typed_on_a_terminal(launch: Launch, words: list[str], folder: Path) -> str:
         pytest.param(start("torchrun", 2), id="torchrun", marks=pytest.mark.long),
     ],
 )
-def test_a_persons_terminal(words: list[str], launch: Launch, tmp_path: Path) -> None:
+def test_a_persons_terminal_gets_a_bar(words: list[str], launch: Launch, tmp_path: Path) -> None:
     text = typed_on_a_terminal(launch, words, tmp_path)
     assert "terminal True, screen True." in text
     assert "epoch[3].pt" in text and "━" in text and " left" not in text, "no plain lines between"
@@ -299,7 +299,7 @@ def test_a_persons_terminal(words: list[str], launch: Launch, tmp_path: Path) ->
         ),
     ],
 )
-def test_a_terminal_of_the_launchers(launcher: str, terminal: bool, launch: Launch, tmp_path: Path) -> None:
+def test_launchers_get_plain_lines(launcher: str, terminal: bool, launch: Launch, tmp_path: Path) -> None:
     """mpirun of Open MPI gives each rank one, and hands on what is written there line by line."""
     text = typed_on_a_terminal(launch, start(launcher, 2), tmp_path)
     assert f"terminal {terminal}, screen False." in text
@@ -397,7 +397,7 @@ def _read(descriptor: int, is_enough: object) -> str:
         pytest.param("slow all 0;long 0 10", "fault: long", id="in a long forward"),
     ],
 )
-def test_only_the_last_line_stays(tmp_path: Path, fault: str, awaited: str) -> None:
+def test_an_interrupted_bar_is_cleared(tmp_path: Path, fault: str, awaited: str) -> None:
     code, before, after = interrupted(tmp_path, fault, awaited)
     assert code == 75, after
     shown = before + after

@@ -79,7 +79,7 @@ def test_a_missing_prediction_is_wrong_also_where_there_is_no_answer(
     assert "best_exact" not in result.metrics
 
 
-def test_files_that_do_not_belong_together(data: dict[str, Path], tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(data: dict[str, Path], tmp_path: Path) -> None:
     file = questions.squad_file()
     given = write(tmp_path / "given.json", {qa["id"]: "" for _, qa in asked(data["v2.0"])})
     other = write(tmp_path / "other.json", {"x": "y"})
@@ -134,7 +134,7 @@ def test_scoring_the_file_gives_the_same_scores(
     assert scored.warnings == answered.warnings
 
 
-def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+def test_fresh_removes_the_exports_of_a_task(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(tiny, data["v2.0"], out)
     (out / "mine.json").write_text("{}")
@@ -160,7 +160,7 @@ def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tm
         (["--predictions", "empty.json", "--out", ".", "--fresh"], ["empty.json lies in the output folder"]),
     ],
 )
-def test_bad_input_of_score(
+def test_a_wrong_file_for_score_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: list[str]
 ) -> None:
     files = [
@@ -175,7 +175,7 @@ def test_bad_input_of_score(
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
-def test_score_is_one_process() -> None:
+def test_score_under_torchrun_is_refused() -> None:
     variables = read_variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0")
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     words = ["score", "--data", str(questions.squad_file()), "--predictions", "stray.json"]

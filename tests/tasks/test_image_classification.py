@@ -116,7 +116,7 @@ def idx_folder(folder: Path, labels: list[int], side: int = 28) -> Path:
 # -- what makes a job ----------------------------------------------------------------------------------
 
 
-def test_without_arguments_it_is_the_embedded_job() -> None:
+def test_the_task_without_arguments_is_the_embedded_job() -> None:
     task = ImageClassification()
     data = task.dataset()
     assert isinstance(data, IdxImages)
@@ -147,7 +147,7 @@ def test_without_arguments_it_is_the_embedded_job() -> None:
         ({"preprocessing": {"interpolation": "bicubic"}}, "does not apply to the idx files in"),
     ],
 )
-def test_arguments_that_make_no_job(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_that_make_no_job_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ImageClassification(**arguments)
 
@@ -169,7 +169,7 @@ def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, mode
 # -- what does not fit together ------------------------------------------------------------------------
 
 
-def test_a_label_out_of_range(tmp_path: Path) -> None:
+def test_a_label_beyond_the_classes_of_the_model_is_refused(tmp_path: Path) -> None:
     task = ImageClassification(
         model="fashion-cnn", weights=str(EMBEDDED_WEIGHTS), data=idx_folder(tmp_path, [0, 10, 9])
     )
@@ -180,7 +180,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [0, 9])).build_model(CPU)
 
 
-def test_an_input_size_that_the_model_cannot_take(tmp_path: Path, folder: Path) -> None:
+def test_an_input_size_that_the_model_cannot_take_is_refused(tmp_path: Path, folder: Path) -> None:
     message = refused(ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [1], side=32)))
     assert "the model fashion-cnn cannot take images of shape (1, 32, 32)" in message
     message = refused(small(folder, "alexnet"))
@@ -197,7 +197,7 @@ def test_an_input_size_that_the_model_cannot_take(tmp_path: Path, folder: Path) 
         ("raises_runtime", "RuntimeError: only 32x32"),
     ],
 )
-def test_what_a_models_own_code_raises_is_not_blamed_on_the_size(folder: Path, name: str, said: str) -> None:
+def test_an_error_in_a_models_own_code_is_not_blamed_on_the_size(folder: Path, name: str, said: str) -> None:
     with pytest.raises(DualevalError) as caught:
         small(folder, f"shapes:{name}").build_model(CPU)
     message = str(caught.value)
@@ -219,7 +219,7 @@ def test_what_a_models_own_code_raises_is_not_blamed_on_the_size(folder: Path, n
     ],
     ids=str,
 )
-def test_outputs_that_are_no_logits(folder: Path, name: str, found: str) -> None:
+def test_outputs_that_are_no_logits_are_refused(folder: Path, name: str, found: str) -> None:
     assert f"returned {found}" in refused(small(folder, f"shapes:{name}"))
 
 
@@ -232,7 +232,7 @@ def test_logits_of_any_kind_are_taken(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("mean", "std"), [((0.5, 0.5), (0.5,)), ((0.5,), (0.5, 0.5)), ((0.5,) * 4, (0.5,) * 3)]
 )
-def test_mean_and_std_go_with_the_channels(
+def test_mean_and_std_of_another_number_of_channels_are_refused(
     folder: Path, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> None:
     message = refused(small(folder, preprocessing={"mean": mean, "std": std}))
@@ -246,7 +246,7 @@ def test_mean_and_std_go_with_the_channels(
 @pytest.mark.parametrize(
     ("mean", "std"), [((0.1, 0.2, 0.3), (0.5, 0.25, 1.0)), ((0.5,), (0.5,)), ((0.5,), (0.5, 0.25, 1.0))]
 )
-def test_normalisation(folder: Path, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+def test_channels_are_normalised(folder: Path, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     """(pixel / 255 - mean) / std for each channel; the batch itself is untouched."""
     task = small(folder, "shapes:three", preprocessing={"mean": mean, "std": std})
     model = task.build_model(CPU)
@@ -309,14 +309,14 @@ RESNET = {"model": "resnet18", "data": "fashion-mnist"}
         ("weights_prefix", {**RESNET, "weights": "random:0"}, "was given with --weights random:0"),
     ],
 )
-def test_key_and_prefix_need_a_file(option: str, arguments: dict[str, Any], words: str) -> None:
+def test_key_or_prefix_needs_a_file(option: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} {words}") as caught:
         ImageClassification(**{**arguments, option: "model"})
     assert "Leave it out, or give --weights FILE" in str(caught.value)
 
 
 @pytest.mark.usefixtures("models")
-def test_the_trial_leaves_the_model_as_it_was_built(folder: Path) -> None:
+def test_trying_the_model_leaves_it_as_it_was_built(folder: Path) -> None:
     """What a forward keeps may differ in its last bits between machines; the identity is taken before any."""
     model = small(folder, "shapes:keeping").build_model(CPU)
     assert "last" not in vars(model)

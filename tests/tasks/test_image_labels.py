@@ -86,7 +86,7 @@ def names_in(out: Path, columns: Sequence[str]) -> list[tuple[Any, ...]]:
 # -- the numbers -----------------------------------------------------------------------------------------
 
 
-def test_numbered_folders(tmp_path: Path) -> None:
+def test_numbered_folders_in_the_order_of_names_are_warned_of(tmp_path: Path) -> None:
     """Eight of twelve were counted as wrong, without a word."""
     data = lay_out(tmp_path / "val", {str(number): number for number in range(12)})
     said: list[str] = []
@@ -101,7 +101,7 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert not [sentence for sentence in result.warnings if "numbered" in sentence]
 
 
-def test_a_class_map_for_some_of_the_classes(tmp_path: Path) -> None:
+def test_a_class_map_gives_folders_classes_and_leaves_others_out(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"cat": 7, "dog": 2, "kitten": 7, "sheep": 1})
     chosen = class_map(tmp_path, cat=7, dog=2, kitten=7, sheep=None, absent=9)
     out = tmp_path / "out"
@@ -126,7 +126,7 @@ def test_a_class_map_for_some_of_the_classes(tmp_path: Path) -> None:
     ]
 
 
-def test_the_rows_serve_verify_score_and_a_second_run(tmp_path: Path) -> None:
+def test_rows_with_a_class_map_serve_verify_and_a_second_run(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 2, "b": 0})
     (data / "b/broken.png").touch()
     out, chosen = tmp_path / "out", class_map(tmp_path, a=2, b=0)
@@ -156,7 +156,7 @@ def test_pictures_that_are_passed_over_are_in_the_result(tmp_path: Path) -> None
     assert other.data_warnings() == []
 
 
-def test_a_model_of_one_channel(tmp_path: Path) -> None:
+def test_a_model_of_one_channel_gets_grey_pictures(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 1})
     Image.new("L", (40, 40), 10).save(data / "b/1.png")
     grey = {"preprocessing": {"channels": 1}}
@@ -188,7 +188,7 @@ def test_another_class_map_is_another_job(tmp_path: Path) -> None:
         evaluate(task(data, "reds:grey", preprocessing={"channels": 1}), out)
 
 
-def test_a_folder_without_pictures_counts(tmp_path: Path) -> None:
+def test_another_name_of_an_empty_folder_is_another_job(tmp_path: Path) -> None:
     """With --limit the data alone may be the same."""
     data = lay_out(tmp_path / "val", {"a": 0, "b": 1, "c": 2})
     out = tmp_path / "out"
@@ -216,7 +216,7 @@ def test_a_class_map_leaves_the_number_of_classes_to_the_model(tmp_path: Path) -
     assert made.options()["num_classes"] == 6
 
 
-def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_a_class_map_beyond_the_models_classes_is_refused(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 2})
     chosen = class_map(tmp_path, a=0, b=4)
     message = refused(task(data, "reds:three", class_map=chosen))
@@ -227,7 +227,7 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
         task(data, class_map=chosen, num_classes=3)
 
 
-def test_a_class_map_that_begins_at_1(tmp_path: Path) -> None:
+def test_a_class_map_that_begins_at_1_is_refused_with_advice(tmp_path: Path) -> None:
     """It is the map that is wrong, not the weights; with an output more than classes, it is right."""
     data, chosen = lay_out(tmp_path / "val", {"a": 1, "b": 2}), class_map(tmp_path, a=1, b=2)
     for outputs in (2, 3):
@@ -250,7 +250,7 @@ def test_a_class_map_that_begins_at_1(tmp_path: Path) -> None:
     task(data, "squeezenet1_1", class_map=chosen, weights=str(tmp_path / "3.pt")).build_model(CPU)
 
 
-def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
+def test_folders_of_some_wnids_get_imagenets_classes_with_num_classes(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"n01440764": 0, "n01443537": 1, "n01491361": 3})
     message = refused(task(data, "reds:thousand"))
     assert "has 1000 classes, but 3 were expected" in message
@@ -265,7 +265,7 @@ def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
     assert made.labels_used()["rule"] == "order of names"
 
 
-def test_weights_of_more_classes_than_folders(tmp_path: Path) -> None:
+def test_weights_of_more_classes_than_folders_ask_for_a_class_map(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 1})
     network = TORCHVISION.models.squeezenet1_1(num_classes=5)
     torch.save(network.state_dict(), tmp_path / "w.pt")
@@ -274,7 +274,7 @@ def test_weights_of_more_classes_than_folders(tmp_path: Path) -> None:
     assert "say which with --class-map FILE" in message
 
 
-def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, cache: Path) -> None:
+def test_published_weights_give_folders_their_classes(tmp_path: Path, publish: Publish, cache: Path) -> None:
     publish("squeezenet1_1", "IMAGENET1K_V1", TORCHVISION.models.squeezenet1_1(), cache)
     data = lay_out(tmp_path / "val", {"golden_retriever": 0, "n01491361": 3, "tench": 1})
     made = task(data, "squeezenet1_1", weights="DEFAULT")
@@ -295,7 +295,7 @@ def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, 
 # -- options ---------------------------------------------------------------------------------------------
 
 
-def test_two_ways_at_once(tmp_path: Path) -> None:
+def test_a_class_map_beside_a_class_order_is_refused(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0})
     with pytest.raises(UsageError, match=r"--class-map .* and --class-order name both say"):
         task(data, class_map=class_map(tmp_path, a=0), class_order="name")
@@ -303,7 +303,7 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
         task(data, class_order="size")
 
 
-def test_weights_of_another_shape_than_the_folders_have_made(tmp_path: Path) -> None:
+def test_weights_for_another_number_of_classes_than_folders_are_refused(tmp_path: Path) -> None:
     torch.save({"places": torch.arange(4.0)}, tmp_path / "w.pt")
     data = lay_out(tmp_path / "val", {"a": 0, "b": 1, "junk": 2})
     with pytest.raises(
@@ -332,7 +332,7 @@ BESIDE: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("beside", "fits"), BESIDE)
-def test_a_checkpoint_that_names_its_classes(tmp_path: Path, beside: dict[str, Any], fits: bool) -> None:
+def test_names_in_a_checkpoint_order_the_folders(tmp_path: Path, beside: dict[str, Any], fits: bool) -> None:
     state = {"places": torch.arange(3.0)}
     torch.save({"state_dict": state, **beside}, tmp_path / "w.pt")
     data = lay_out(tmp_path / "data", {name: index for index, name in enumerate(PETS)})
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_names_its_classes(tmp_path: Path, beside: dict[str, A
         {"classes": ["a", "a"], "idx_to_class": {0: 0, 1: 1}, "meta": [3]},
     ],
 )
-def test_names_in_a_checkpoint_that_change_nothing(tmp_path: Path, beside: dict[str, Any]) -> None:
+def test_names_in_a_checkpoint_leave_numbered_folders_alone(tmp_path: Path, beside: dict[str, Any]) -> None:
     torch.save({"state_dict": {"places": torch.arange(2.0)}, **beside}, tmp_path / "w.pt")
     torch.save({"places": torch.arange(2.0)}, tmp_path / "plain.pt")
     data = lay_out(tmp_path / "data", {"0": 0, "1": 1})

@@ -86,7 +86,7 @@ def text(folder: Path, content: str, name: str = "m.csv") -> Path:
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("named", [False, True])
-def test_each_format_is_the_folder(home: Path, suffix: str, named: bool) -> None:
+def test_a_manifest_of_each_format_reads_as_the_folder(home: Path, suffix: str, named: bool) -> None:
     data = opened(write(home / f"m{suffix}", rows_of(named=named)))
     folder = ImageFolder(home / "val", SMALL)
     assert [data.id(index) for index in range(3)] == [f"val/{folder.id(index)}" for index in range(3)]
@@ -101,7 +101,7 @@ def test_each_format_is_the_folder(home: Path, suffix: str, named: bool) -> None
     assert data.content_fingerprint(range(3)) == folder.content_fingerprint(range(3))
 
 
-def test_columns_by_name(home: Path) -> None:
+def test_columns_of_a_manifest_are_chosen_by_name(home: Path) -> None:
     rows = [{"a": "val/ant/0.png", "b": 4, "path": "nowhere", "label": 9}]
     data = opened(write(home / "m.csv", rows), path_column="a", label_column="b")
     assert (data.id(0), data.targets.tolist()) == ("val/ant/0.png", [4])
@@ -125,7 +125,7 @@ def test_a_name_in_other_letters_is_never_taken_before_the_usual_one(home: Path)
     assert "has the columns Label and LABEL" in refused(write(home / "m.csv", rows))
 
 
-def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> None:
+def test_labels_and_columns_beyond_what_parquet_holds_are_refused(home: Path) -> None:
     said = refused(text(home, f"path,label\nval/ant/0.png,{'9' * 5000}\nval/bee/0.png,1\n"))
     assert "999, beyond any index, expected a whole number from 0 or a class's name. If the labels" in said
     said = refused(text(home, '{"path": "val/ant/0.png", "label": "\\ud800"}\n', "m.jsonl"))
@@ -170,7 +170,7 @@ def test_a_file_that_is_missing_is_a_sample_that_cannot_be_read(home: Path) -> N
     assert result.failed[0]["id"] == "val/gone.png"
 
 
-def test_quoted_cells_and_lines(home: Path) -> None:
+def test_a_quoted_cell_may_hold_quotes_commas_and_newlines(home: Path) -> None:
     Image.new("RGB", (40, 40)).save(home / 'a, "b"\nc.png')
     path = text(home, 'path,note,label\n"a, ""b""\nc.png","x\ny",2\n')
     data = opened(path)
@@ -184,7 +184,7 @@ def test_quoted_cells_and_lines(home: Path) -> None:
 # -- labels ----------------------------------------------------------------------------------------------
 
 
-def test_names_by_the_rules_of_folders(home: Path) -> None:
+def test_names_in_a_manifest_are_classes_by_the_rules_of_folders(home: Path) -> None:
     path = write(home / "m.csv", rows_of(named=True))
     known = KnownClasses(of="Farm_V1", names=("pig", "cow", "bee", "ant"))
     data = opened(path, known=known)
@@ -307,7 +307,7 @@ def test_a_column_of_the_manifest_says_which_samples_go_together(home: Path) -> 
         evaluate(task(path), None, cluster="patients")
 
 
-def test_rows_of_training_are_a_warning(home: Path) -> None:
+def test_rows_of_training_are_warned_of(home: Path) -> None:
     parts = ["train", "test", "test"]
     path = write(home / "m.csv", [{**row, "split": parts[n % 3]} for n, row in enumerate(rows_of())])
     assert "--by split gives metrics of each" in " ".join(evaluate(task(path, num_classes=3), None).warnings)
@@ -322,7 +322,7 @@ def test_paths_of_one_hash_are_told_apart(home: Path, monkeypatch: pytest.Monkey
     )
 
 
-def test_names_of_files() -> None:
+def test_names_of_files_are_kept_as_they_are() -> None:
     names = ["a", "", "\udcff\udcfe.png", "ä/b.png"]
     found = FileNames(names)
     assert [*found] == names

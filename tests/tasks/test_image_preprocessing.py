@@ -73,7 +73,7 @@ def preprocessing_line(**arguments: Any) -> str:
     return ImageClassification(**arguments).description()["preprocessing"]
 
 
-def test_the_class_is_the_command_lines_task(folder: Path) -> None:
+def test_the_class_and_the_command_line_make_the_same_job(folder: Path) -> None:
     """The same defaults, identity and digest through both doors."""
     words: dict[str, Any] = {"model": "squeezenet1_1", "weights": "random:0", "data": folder}
     words |= {"resize": 40, "crop": 40}
@@ -82,7 +82,7 @@ def test_the_class_is_the_command_lines_task(folder: Path) -> None:
     check_doors("image-classification", "ImageClassification", words, [module], **named)
 
 
-def test_what_there_is_in_tasks() -> None:
+def test_tasks_has_the_built_in_classes_and_no_other() -> None:
     assert {"ImageClassification", "QuestionAnswering"} <= {*dir(dualeval.tasks)}
     with pytest.raises(AttributeError, match="no attribute 'Detection'"):
         _ = dualeval.tasks.Detection
@@ -96,7 +96,7 @@ def test_what_there_is_in_tasks() -> None:
     [({}, "--mean and --std"), ({"mean": (0.13,)}, "--std"), ({"std": (0.3,)}, "--mean")],
 )
 @pytest.mark.parametrize("weights", ["random:0", "trained"])
-def test_other_idx_data_ask_for_mean_and_std(
+def test_other_idx_data_without_mean_and_std_are_refused(
     digits: Path, trained: str, given: dict[str, Any], missing: str, weights: str
 ) -> None:
     """They got Fashion-MNIST's, whatever the model."""
@@ -108,19 +108,19 @@ def test_other_idx_data_ask_for_mean_and_std(
 
 
 @pytest.mark.parametrize("weights", [None, str(EMBEDDED_WEIGHTS)])
-def test_the_embedded_weights_know_theirs(digits: Path, weights: str | None) -> None:
+def test_the_embedded_weights_have_their_mean_and_std_on_any_data(digits: Path, weights: str | None) -> None:
     """On any data: they belong to the weights."""
     line = preprocessing_line(model="fashion-cnn", weights=weights, data=digits)
     assert line == "28 x 28 as stored, mean 0.286, std 0.353 (the model's defaults)"
 
 
 @pytest.mark.parametrize("data", [None, ASSETS])
-def test_the_embedded_data_know_theirs(trained: str, data: Path | None) -> None:
+def test_the_embedded_data_have_their_mean_and_std(trained: str, data: Path | None) -> None:
     line = preprocessing_line(model="fashion-cnn", weights=trained, data=data, preprocessing={"std": (1.0,)})
     assert line == "28 x 28 as stored, mean 0.286, std 1.0 (std given; the rest: Fashion-MNIST's)"
 
 
-def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path) -> None:
+def test_a_copy_of_the_embedded_data_asks_for_mean_and_std(trained: str, tmp_path: Path) -> None:
     shutil.copytree(ASSETS, tmp_path / "copy")
     assert "need --mean and --std" in refused(model="fashion-cnn", weights=trained, data=tmp_path / "copy")
 
@@ -147,7 +147,7 @@ NEAREST = {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "
         ("resnet18", NEAREST, "9 nearest, crop 9, mean 0.5, std 0.3333333333333333 (given)"),
     ],
 )
-def test_what_is_given_and_where_defaults_come_from(
+def test_the_description_says_where_each_preprocessing_value_comes_from(
     folder: Path, model: str, given: dict[str, Any], line: str
 ) -> None:
     assert preprocessing_line(model=model, weights="random:0", data=folder, preprocessing=given) == line
@@ -176,7 +176,7 @@ def test_a_crop_beyond_the_resize_is_refused(folder: Path, given: dict[str, Any]
     ImageClassification(model="resnet18", weights="random:0", data=folder, preprocessing=both)
 
 
-def test_a_model_that_normalises_anew_says_so(folder: Path) -> None:
+def test_the_description_says_that_a_model_normalises_anew(folder: Path) -> None:
     arguments: dict[str, Any] = {"weights": "random:0", "data": folder, "num_classes": 2}
     task = ImageClassification(model="googlenet", preprocessing={"resize": 64, "crop": 64}, **arguments)
     task.build_model(CPU)
@@ -186,7 +186,7 @@ def test_a_model_that_normalises_anew_says_so(folder: Path) -> None:
 # -- the result ----------------------------------------------------------------------------------------
 
 
-def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
+def test_the_result_has_the_options_as_they_are_used(folder: Path, tmp_path: Path) -> None:
     """They were null."""
     given = {"resize": 40, "crop": 40}
     task = ImageClassification(model="squeezenet1_1", weights="random:0", data=folder, preprocessing=given)
@@ -228,7 +228,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
     }
 
 
-def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
+def test_options_of_idx_files_have_no_resize(tmp_path: Path) -> None:
     """job.json said 256, of images that are not resized."""
     result = evaluate(ImageClassification(), tmp_path / "out", limit=70, batch_size=32)
     kept = json.loads((tmp_path / "out/job.json").read_text())["job"]["task_options"]["preprocessing"]
@@ -253,7 +253,7 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
         ({"resize": 31.5}, "--resize 31.5: expected a whole number"),
     ],
 )
-def test_python_checks_what_the_command_line_checks(given: dict[str, Any], words: str) -> None:
+def test_wrong_preprocessing_values_are_refused_in_python(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Preprocessing(**given)
 
@@ -287,7 +287,7 @@ def alone(launch: Launch, pictures: Pictures, tmp_path_factory: pytest.TempPathF
     return evaluated(launch, pictures, tmp_path_factory.mktemp("run") / "out", 1, 0)
 
 
-def test_the_published_accuracy(alone: Run, pictures: Pictures) -> None:
+def test_published_weights_have_their_accuracy(alone: Run, pictures: Pictures) -> None:
     result, rows = alone
     assert result["samples"] == {"total": 20, "evaluated": 20, "failed": 0}
     assert result["metrics"]["top1"] == 18 / 20
@@ -302,7 +302,7 @@ def test_the_published_accuracy(alone: Run, pictures: Pictures) -> None:
     ("processes", "workers"),
     [*(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 2), (2, 0), (3, 0))), (2, 2)],
 )
-def test_the_same_bits(
+def test_processes_and_workers_change_no_bit(
     launch: Launch, alone: Run, pictures: Pictures, tmp_path: Path, processes: int, workers: int
 ) -> None:
     result, rows = evaluated(launch, pictures, tmp_path / "out", processes, workers)

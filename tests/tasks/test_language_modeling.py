@@ -120,7 +120,7 @@ def test_perplexities_are_those_of_a_loop_by_hand(
     assert result.clusters["count"] == len(TEXTS)
 
 
-def test_what_fills_up_changes_no_bit(made: Made) -> None:
+def test_the_tokens_of_padding_change_no_bit(made: Made) -> None:
     task = LanguageModeling(model=made["gpt2"], data=made["texts"])
     model = task.build_model(torch.device("cpu"))
     samples = task.dataset().__getitems__(range(len(task.dataset())))
@@ -136,7 +136,7 @@ def test_what_fills_up_changes_no_bit(made: Made) -> None:
         assert all(torch.equal(one, two) for one, two in pairs)
 
 
-def test_rows_are_documents(made: Made, tmp_path: Path) -> None:
+def test_a_table_of_texts_has_the_metrics_of_their_files(made: Made, tmp_path: Path) -> None:
     """Whatever they come from: the same texts have the same value."""
     import pyarrow
     import pyarrow.parquet
@@ -208,7 +208,7 @@ class Fixed(nn.Module):
         return self.table[tokens]
 
 
-def test_equal_choices_and_those_of_nan(made: Made, tmp_path: Path) -> None:
+def test_the_first_of_equal_choices_is_taken_and_none_with_nan(made: Made, tmp_path: Path) -> None:
     _, tokenizer = parts_of(made["gpt2"])
     table = torch.zeros(len(tokenizer), len(tokenizer))
     # What follows a z.
@@ -236,7 +236,7 @@ def test_white_space_twice_before_a_choice_is_warned_of(made: Made) -> None:
     assert "white space" not in said(target_delimiter="")
 
 
-def test_a_beginning_of_text_that_is_there_is_not_put_twice(made: Made) -> None:
+def test_a_beginning_of_text_is_not_added_twice(made: Made) -> None:
     """As where a chat template has written it."""
     for kind, begun in (("llama", True), ("gpt2", False)):
         tokens = CausalTokens(read_tokenizer(made[kind], USE), made[kind])
@@ -274,7 +274,7 @@ def test_a_configuration_that_changes_greedy_search_is_named(made: Made, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["Mamba", "RecurrentGemma"])
-def test_answers_of_models_without_keys_and_values(tmp_path: Path, kind: str) -> None:
+def test_models_without_a_key_value_cache_answer_token_by_token(tmp_path: Path, kind: str) -> None:
     """RecurrentGemma's ``generate`` itself begins a prompt of one token with the state of the one before."""
     folder = save_causal(tmp_path / "model", kind, pad_token_id=1)
     model, tokenizer = parts_of(folder)
@@ -310,7 +310,9 @@ def following(tokenizer: Any, text: str) -> Fixed:
         ({"ignore": ["case", "punctuation"]}, "b\nc", "b,\nC"),
     ],
 )
-def test_exact_match(made: Made, tmp_path: Path, options: Any, answers: Any, generated: str) -> None:
+def test_exact_match_leaves_out_the_ignored(
+    made: Made, tmp_path: Path, options: Any, answers: Any, generated: str
+) -> None:
     _, tokenizer = parts_of(made["gpt2"])
     task = {"model": following(tokenizer, "ab,\nC"), "tokenizer": made["gpt2"], "max_length": 64}
     data = [{"prompt": "a", "answer": answers}, {"prompt": "xa", "answer": "never"}]
@@ -323,14 +325,14 @@ def test_exact_match(made: Made, tmp_path: Path, options: Any, answers: Any, gen
 @pytest.mark.parametrize(
     ("ignore", "answer"), [(["punctuation"], "B"), (["none"], "b"), (["case", "whitespace"], "b, C.")]
 )
-def test_what_is_not_ignored_counts(made: Made, ignore: list[str], answer: str) -> None:
+def test_a_difference_that_is_not_ignored_is_wrong(made: Made, ignore: list[str], answer: str) -> None:
     _, tokenizer = parts_of(made["gpt2"])
     task = {"model": following(tokenizer, "ab,\nC"), "tokenizer": made["gpt2"], "max_length": 64}
     data = [{"prompt": "a", "answer": answer}]
     assert run(data=data, out=None, ignore=ignore, **task).metrics["exact_match"] == 0.0
 
 
-def test_a_nan_is_no_answer(made: Made) -> None:
+def test_an_answer_with_a_nan_logit_is_wrong(made: Made) -> None:
     _, tokenizer = parts_of(made["gpt2"])
     model = following(tokenizer, "ab,\nC")
     model.table.data[tokenizer.convert_tokens_to_ids("b"), 5] = math.nan
@@ -343,7 +345,7 @@ def test_a_nan_is_no_answer(made: Made) -> None:
 
 
 @pytest.mark.parametrize("kind", ["texts", "choices", "prompts"])
-def test_the_class_and_the_command_line(made: Made, kind: str) -> None:
+def test_the_class_and_the_command_line_make_the_same_job(made: Made, kind: str) -> None:
     library = questions.transformers()
 
     def make() -> nn.Module:
@@ -439,7 +441,7 @@ def test_a_model_that_sees_what_it_predicts_is_refused(made: Made, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("data", "options", "said"), REFUSED)
-def test_what_is_refused(
+def test_wrong_data_and_options_are_refused(
     made: Made, tmp_path: Path, data: Callable[[Path], Any], options: Any, said: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -479,7 +481,7 @@ def test_a_bad_row_stops_the_run_or_is_left_out(
     assert result.metrics == pytest.approx(run(made["gpt2"], good, None).metrics, rel=1e-6)
 
 
-def test_a_file_that_is_no_text(made: Made, tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused(made: Made, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "b.txt").write_text("")
     for name, said in (("a.txt", "a.txt is not UTF-8"), ("b.txt", "b.txt is empty: expected a text")):
@@ -488,7 +490,7 @@ def test_a_file_that_is_no_text(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["texts", "choices", "prompts"])
-def test_a_token_that_the_model_does_not_know(made: Made, tmp_path: Path, kind: str) -> None:
+def test_a_token_that_the_model_does_not_know_is_refused(made: Made, tmp_path: Path, kind: str) -> None:
     """One that was added to the tokenizer alone matters where a text has it."""
     folder = save_causal(tmp_path / "model")
     wanted = run(folder, made[kind], None).metrics
@@ -505,7 +507,7 @@ def test_a_token_that_the_model_does_not_know(made: Made, tmp_path: Path, kind: 
         run(folder, data, None)
 
 
-def test_a_choice_of_no_token(tmp_path: Path) -> None:
+def test_a_choice_of_no_token_is_refused(tmp_path: Path) -> None:
     """Between context and choice stands a space, which is all that would count."""
     from tokenizers import normalizers
 
@@ -517,7 +519,7 @@ def test_a_choice_of_no_token(tmp_path: Path) -> None:
         run(folder, [{**CHOICES, "choices": ["~", "b"]}], None)
 
 
-def test_models_and_tokenizers_that_do_not_fit(made: Made, tmp_path: Path) -> None:
+def test_models_and_tokenizers_that_do_not_fit_are_refused(made: Made, tmp_path: Path) -> None:
     library = questions.transformers()
     texts: dict[str, Any] = {"data": made["texts"], "tokenizer": made["gpt2"]}
     small = save_causal(tmp_path / "small", vocab_size=100)

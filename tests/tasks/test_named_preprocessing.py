@@ -141,7 +141,7 @@ def test_a_factory_is_refused_and_each_advice_can_be_typed() -> None:
         (["--preprocessing", "none", "--interpolation", "bicubic"], "--resize and --crop"),
     ],
 )
-def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
+def test_missing_preprocessing_options_are_named(words: list[str], missing: str) -> None:
     of_none = f"--preprocessing none leaves pictures in their own size. Give {missing}, too"
     wanted = of_none if "none" in words else f"(missing: {missing})"
     assert wanted in message_of(invoked(*words))
@@ -167,12 +167,12 @@ def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
         ),
     ],
 )
-def test_what_is_no_preprocessing(words: list[str], said: str) -> None:
+def test_a_wrong_preprocessing_is_refused(words: list[str], said: str) -> None:
     assert said in message_of(invoked("--preprocessing", *words))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pictures_of_several_sizes(here: Path, workers: int) -> None:
+def test_pictures_of_several_sizes_are_refused_without_a_resize(here: Path, workers: int) -> None:
     Image.new("RGB", (60, 50)).save(here / "val/b/9.png")
     with pytest.raises(UsageError, match=r"the first one gives \(3, 64, 64\), another one \(3, 50, 60\)"):
         digest(made(preprocessing={"preprocessing": "none"}), workers)
@@ -183,7 +183,7 @@ def test_pictures_of_several_sizes(here: Path, workers: int) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_pictures_as_they_are_have_one_digest_however_that_is_said() -> None:
+def test_four_ways_to_leave_pictures_as_they_are_have_one_digest() -> None:
     same = [
         {"preprocessing": "none"},
         {"preprocessing": "none", "resize": SIDE, "crop": SIDE},
@@ -204,7 +204,7 @@ def test_pictures_as_they_are_have_one_digest_however_that_is_said() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_imagenets_values_are_those_that_were_assumed() -> None:
+def test_preprocessing_imagenet_has_the_default_values() -> None:
     task = made(preprocessing={"preprocessing": "imagenet", "crop": 200})
     wanted = json.loads(json.dumps(Preprocessing(crop=200).to_json()))
     assert json.loads(json.dumps(task.fingerprint()["preprocessing"])) == wanted
@@ -224,7 +224,7 @@ def test_the_source_of_a_function_is_in_the_identity(here: Path, monkeypatch: py
         dualeval.evaluate(task, out=here / "out", workers=0, device="cpu")
 
 
-def test_a_file_in_a_job_file_counts_from_there(here: Path) -> None:
+def test_a_path_in_a_job_file_is_relative_to_the_job_file(here: Path) -> None:
     job = 'model = "nets:make"\nweights = "random:0"\ndata = "val"\npreprocessing = "steps.py:scaled"\n'
     (here / "job.toml").write_text(job)
     (here / "elsewhere").mkdir()
@@ -242,7 +242,7 @@ def test_a_file_in_a_job_file_counts_from_there(here: Path) -> None:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("on_factory", [False, True])
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_carried_preprocessing_is_that_of_the_flags(
+def test_preprocessing_that_a_model_carries_is_the_same_as_by_flags(
     monkeypatch: pytest.MonkeyPatch, on_factory: bool, as_list: bool
 ) -> None:
     value = {
@@ -261,7 +261,7 @@ def test_a_carried_preprocessing_is_that_of_the_flags(
 @pytest.mark.parametrize(
     "values", [{"resize": 64, "size": 64}, {"resize": 64, "crop": 64, "mean": None, "std": None}]
 )
-def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+def test_an_incomplete_dict_is_refused(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
     model = carrying(monkeypatch, "preprocessing", values)
     with pytest.raises(
         UsageError, match=r"model\.preprocessing: found .* a dict with resize, crop, mean, std"
@@ -272,7 +272,7 @@ def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch, valu
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", ["pretrained_cfg", "default_cfg"])
-def test_timms_configuration(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_timms_configuration_gives_the_preprocessing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = {"input_size": (3, 32, 32), "crop_pct": 0.5, "crop_mode": "center", "interpolation": "bicubic"}
     model = carrying(monkeypatch, name, {**config, "mean": (0.5,) * 3, "std": (0.25,) * 3, "url": ""})
     assert made(model).description()["preprocessing"] == (
@@ -282,7 +282,7 @@ def test_timms_configuration(monkeypatch: pytest.MonkeyPatch, name: str) -> None
         made(carrying(monkeypatch, name, config))
 
 
-def test_a_processors_file_beside_the_weights(here: Path) -> None:
+def test_a_processors_file_beside_the_weights_gives_the_preprocessing(here: Path) -> None:
     from nets import Net
     from transformers import ViTImageProcessor
 
@@ -297,7 +297,7 @@ def test_a_processors_file_beside_the_weights(here: Path) -> None:
         made(weights="ckpt/net.pt")
 
 
-def test_small_images(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_images_ask_for_mean_and_std(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their own size they ask for mean and std, as they did; what a model carries answers it."""
     data = idx_folder(here, [0, 1, 1])
     with pytest.raises(

@@ -49,7 +49,7 @@ def evaluate(**options: Any) -> Result:
     return dualeval.evaluate(**{"batch_size": 16, "launcher": "none", "workers": 0, **options})
 
 
-def test_pairs_of_input_and_class() -> None:
+def test_pairs_of_input_and_class_get_the_metrics_of_a_classifier() -> None:
     model, inputs = linear(5, 7), numbers(SAMPLES, 5)
     labels = torch.arange(SAMPLES) % 7
     result = evaluate(model=model, data=TensorDataset(inputs, labels))
@@ -65,7 +65,7 @@ def test_pairs_of_input_and_class() -> None:
     assert two.metrics["loss"] == result.metrics["loss"]
 
 
-def test_names_that_everybody_knows(tmp_path: Path) -> None:
+def test_accuracy_f1_and_auroc_are_metrics_by_name(tmp_path: Path) -> None:
     model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
     spelled = "torchmetrics:MulticlassAUROC(num_classes=7)"
     names = ["accuracy", "f1", "auroc"]
@@ -81,7 +81,7 @@ def test_names_that_everybody_knows(tmp_path: Path) -> None:
     assert again.metrics == {name: result.metrics[name] for name in (*names, "MulticlassAUROC")}
 
 
-def test_metrics_that_the_run_asks_for(tmp_path: Path) -> None:
+def test_a_run_asks_a_task_for_other_metrics(tmp_path: Path) -> None:
     model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
     task = dualeval.ModelTask(model=model, data=TensorDataset(inputs, labels), metrics=["loss"])
     auroc = "torchmetrics:MulticlassAUROC(num_classes=7)@preds=logits,target=target"
@@ -103,7 +103,7 @@ def worst(prediction: Any, target: Any, *, power: int = 2) -> float:
     return float((abs(prediction - target) ** power).max())
 
 
-def test_names_and_functions_of_a_regression() -> None:
+def test_metrics_of_a_regression_are_those_of_scikit_learn() -> None:
     """Every name that a run prints can be asked for, and scikit-learn gives the same numbers."""
     from sklearn import metrics as sklearn
 
@@ -135,7 +135,7 @@ def by_keyword(prediction: Any, *, k: int) -> float:
         ({"metrics": [by_keyword]}, "the function by_keyword: .* parameters without a default"),
     ],
 )
-def test_what_does_not_go_with_a_data_set(given: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_go_with_a_data_set_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         evaluate(model=linear(5, 1), data=TensorDataset(numbers(SAMPLES, 5), numbers(SAMPLES)), **given)
 
@@ -156,7 +156,7 @@ def test_a_value_of_a_default_metric_is_a_name() -> None:
     assert found["acc"] == found["top1"]
 
 
-def test_pairs_of_input_and_number(tmp_path: Path) -> None:
+def test_pairs_of_input_and_number_are_a_regression(tmp_path: Path) -> None:
     model, inputs, targets = linear(5, 1), numbers(SAMPLES, 5), numbers(SAMPLES)
     result = evaluate(model=model, data=TensorDataset(inputs, targets), out=tmp_path)
     errors = (model(inputs).squeeze(1) - targets).abs()
@@ -182,7 +182,7 @@ class Named(nn.Module):
         return {"hidden": input_ids, "logits": self.layer(input_ids * mask)}
 
 
-def test_dicts_by_the_names_of_the_models_arguments() -> None:
+def test_dicts_are_passed_by_the_names_of_the_models_arguments() -> None:
     inputs, mask = numbers(SAMPLES, 3), torch.ones(SAMPLES, 3)
     data = [
         {"input_ids": inputs[i].tolist(), "mask": mask[i], "text": f"{i}", "labels": i % 4}
@@ -195,7 +195,7 @@ def test_dicts_by_the_names_of_the_models_arguments() -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_class_for_each_place(last: bool, tmp_path: Path) -> None:
+def test_logits_of_each_place_give_a_class_of_each_place(last: bool, tmp_path: Path) -> None:
     class Places(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs.movedim(1, -1) if last else inputs
@@ -207,7 +207,7 @@ def test_a_class_for_each_place(last: bool, tmp_path: Path) -> None:
     assert rows["target"].to_pylist() == labels.flatten(1).tolist()
 
 
-def test_classes_in_a_dimension_that_cannot_be_told() -> None:
+def test_an_ambiguous_dimension_of_classes_is_refused() -> None:
     labels = torch.arange(4).repeat(SAMPLES, 1)
     with pytest.raises(UsageError, match=r"whether the classes are dimension 1 or 2 .* cannot be seen"):
         evaluate(model=nn.Identity(), data=TensorDataset(torch.rand(SAMPLES, 4, 4), labels))
@@ -215,7 +215,7 @@ def test_classes_in_a_dimension_that_cannot_be_told() -> None:
 
 @pytest.mark.parametrize("whole", [torch.int64, torch.uint8, torch.uint16])
 @pytest.mark.parametrize("flat", [True, False])
-def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype) -> None:
+def test_whole_numbers_may_be_the_targets_of_a_regression(flat: bool, whole: torch.dtype) -> None:
     model: nn.Module = nn.Sequential(linear(5, 1), nn.Flatten(0)) if flat else linear(5, 1)
     inputs, targets = numbers(SAMPLES, 5), (torch.arange(SAMPLES) % 2).to(whole)
     result = evaluate(model=model.eval(), data=TensorDataset(inputs, targets))
@@ -223,7 +223,7 @@ def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype
     assert result.metrics["mae"] == pytest.approx(errors.mean().item(), rel=1e-6)
 
 
-def test_one_number_for_a_bool_is_no_regression() -> None:
+def test_one_output_with_bool_targets_is_refused_with_advice() -> None:
     """The advice of the refusal is a binary classification."""
     logits, targets = numbers(SAMPLES, 1), torch.arange(SAMPLES) % 2 == 0
     data = TensorDataset(logits, targets)
@@ -249,7 +249,7 @@ def test_squares_neither_vanish_nor_overflow(scale: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
-def test_labels_without_a_sign(kind: torch.dtype) -> None:
+def test_labels_of_unsigned_types_are_labels(kind: torch.dtype) -> None:
     logits, labels = numbers(SAMPLES, 4), torch.arange(SAMPLES) % 4
     found = evaluate(model=nn.Identity(), data=TensorDataset(logits, labels.to(kind)), metrics=["top1"])
     assert found.metrics["top1"] == (logits.argmax(1) == labels).double().mean().item()
@@ -263,7 +263,7 @@ def test_labels_without_a_sign(kind: torch.dtype) -> None:
         (numbers(8, 7, 4), torch.zeros(8, 7, dtype=torch.int64), r"metrics=\[dualeval\.metrics\.IoU\("),
     ],
 )
-def test_what_other_targets_are(outputs: Tensor, targets: Tensor, said: str) -> None:
+def test_outputs_and_targets_that_do_not_fit_are_refused(outputs: Tensor, targets: Tensor, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         evaluate(model=nn.Identity(), data=TensorDataset(outputs, targets))
 
@@ -340,7 +340,7 @@ def test_tensors_that_the_model_does_not_get_are_named() -> None:
     assert not any("does not get" in each for each in read.warnings), "its observe gets them"
 
 
-def test_of_other_metrics_these_alone_are_named(tmp_path: Path) -> None:
+def test_another_job_by_its_metrics_names_the_metrics_alone(tmp_path: Path) -> None:
     data = TensorDataset(numbers(SAMPLES, 3), torch.arange(SAMPLES) % 4)
     evaluate(model=linear(3, 4), data=data, metrics=["top1"], out=tmp_path / "run")
     said = (
@@ -381,7 +381,7 @@ def test_a_regression_in_half_precision_is_written(tmp_path: Path) -> None:
     assert evaluate(model=linear(5, 1).half(), data=half).metrics["rmse"] == pytest.approx(1000, rel=0.01)
 
 
-def test_functions_of_ones_own(tmp_path: Path) -> None:
+def test_functions_of_ones_own_make_the_columns(tmp_path: Path) -> None:
     data = numbers(SAMPLES, 3)
     result = evaluate(
         model=lambda: linear(3, 2),
@@ -418,7 +418,7 @@ class Mapped(Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("broken", [0, 40])
-def test_a_sample_that_cannot_be_read(broken: int) -> None:
+def test_a_sample_that_cannot_be_read_stops_the_run_or_is_skipped(broken: int) -> None:
     options: dict[str, Any] = {"model": linear(5, 7), "data": Mapped(broken), "metrics": ["top1"]}
     result = evaluate(**options, on_error="skip")
     assert result.samples == {"total": SAMPLES, "evaluated": SAMPLES - 1, "failed": 1}
@@ -527,12 +527,12 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_arguments(arguments: Callable[[], Mapping[str, Any]], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: Callable[[], Mapping[str, Any]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         evaluate(**arguments())
 
 
-def test_a_task_and_a_model() -> None:
+def test_a_task_beside_a_model_is_refused() -> None:
     task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
@@ -549,7 +549,7 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     "wrapped", [lambda out: (out,), lambda out: Pair(out, out), lambda out: {"out": out}]
 )
-def test_outputs_that_hold_the_tensor(wrapped: Callable[[Tensor], Any]) -> None:
+def test_a_tensor_is_taken_out_of_the_outputs_that_hold_it(wrapped: Callable[[Tensor], Any]) -> None:
     model = linear(5, 7)
     result = evaluate(
         model=model, data=Mapped(), metrics=["top1"], forward=lambda model, batch: wrapped(model(batch[0]))
@@ -580,7 +580,7 @@ def test_a_derived_class_may_write_into_its_columns() -> None:
     assert values["four times"] == pytest.approx(4 * float(str(loss)))
 
 
-def test_no_sample_that_can_be_read() -> None:
+def test_data_without_a_readable_sample_are_refused() -> None:
     class Torn(Mapped):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             raise ValueError("torn")

@@ -130,7 +130,7 @@ def test_none_and_an_empty_list_are_values_that_a_flag_gives(tmp_path: Path) -> 
         assert f"most {most} sizes {sizes}" in str(done.exception) + done.output
 
 
-def test_a_text_that_begins_like_a_path_decides(tmp_path: Path) -> None:
+def test_a_text_that_begins_like_a_path_is_in_the_identity(tmp_path: Path) -> None:
     (tmp_path / "prompted.py").write_text(
         "import dualeval, torch\n"
         "def prompted(prefix: str = '', data: str = '') -> dualeval.Task:\n"

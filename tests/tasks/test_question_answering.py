@@ -28,7 +28,7 @@ from tests.vehicles.questions import asked
 BATCH = 4
 
 
-def test_a_module_and_its_tokenizer(tiny: Path, data: dict[str, Path]) -> None:
+def test_a_module_needs_its_tokenizer_and_makes_the_commands_job(tiny: Path, data: dict[str, Path]) -> None:
     def make() -> nn.Module:
         library: Any = questions.transformers()
         model: nn.Module = library.BertForQuestionAnswering.from_pretrained(tiny)
@@ -150,7 +150,7 @@ def test_scores_are_those_of_the_official_script(tiny: Path, data: dict[str, Pat
     assert "HasAns_exact" not in result.metrics
 
 
-def test_questions_without_an_answer(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+def test_positive_null_odds_give_an_empty_answer(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     result = run(tiny, data["v2.0"], tmp_path / "out")
     found = answers_of(tmp_path / "out")
     answerable = [bool(qa["answers"]) for _, qa in asked(data["v2.0"])]
@@ -167,7 +167,7 @@ def test_questions_without_an_answer(tiny: Path, data: dict[str, Path], tmp_path
     }
 
 
-def test_chosen_metrics(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+def test_chosen_metrics_alone_are_in_the_result(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     result = run(tiny, data["v2.0"], tmp_path / "out", metrics=["best_thresholds"])
     assert list(result.metrics) == ["best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"]
     assert result.work["windows"] == sum(rows(tmp_path / "out")["windows"])
@@ -236,7 +236,7 @@ def test_gold_answers_out_of_place_are_counted_and_listed(tiny: Path, tmp_path: 
 # -- weights, precision, tokenizers ----------------------------------------------------------------
 
 
-def test_weights_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
+def test_weights_from_another_file_replace_those_of_the_folder(tiny: Path, tmp_path: Path) -> None:
     file = questions.squad_file()
     own = run(tiny, file, tmp_path / "own")
     bare = tmp_path / "bare"
@@ -252,7 +252,7 @@ def test_weights_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "Longformer"])
-def test_a_model_without_token_types(tmp_path: Path, kind: str) -> None:
+def test_a_model_without_token_types_answers_questions(tmp_path: Path, kind: str) -> None:
     """Byte-level tokens, <s> and </s>, places that begin behind the padding token's.
 
     Longformer counts the separators between question and text: nothing but a real window will do for it.
@@ -287,7 +287,7 @@ def test_a_model_without_token_types(tmp_path: Path, kind: str) -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+def test_options_that_make_no_job_are_refused(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     file = questions.squad_file()
     cases: list[tuple[Mapping[str, Any], str]] = [
         ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained.*hf download"),
@@ -313,7 +313,7 @@ def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: P
     ]
 
 
-def test_what_changes_bits_is_another_job(tiny: Path, tmp_path: Path) -> None:
+def test_an_option_that_changes_bits_is_another_job(tiny: Path, tmp_path: Path) -> None:
     """The grouping by its padding; of a model's configuration the weights say nothing."""
     heads = shutil.copytree(tiny, tmp_path / "heads")
     config = json.loads((heads / "config.json").read_text())
@@ -379,7 +379,7 @@ def _needs_code(folder: Path) -> None:
         (lambda folder: (folder / TOKENIZER).write_bytes(b"<!doctype html>"), r"\.json is a web page"),
     ],
 )
-def test_folders_that_are_refused(
+def test_folders_without_a_usable_model_or_tokenizer_are_refused(
     tiny: Path, data: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "copy")
@@ -388,7 +388,7 @@ def test_folders_that_are_refused(
         QuestionAnswering(model=folder, data=data["v1.1"]).build_model(torch.device("cpu"))
 
 
-def test_a_model_without_a_trained_head(tmp_path: Path) -> None:
+def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
     """The library would draw its weights at random, and any number might come out."""
     task = QuestionAnswering(model=questions.minilm_folder(), data=questions.squad_file())
     with pytest.raises(

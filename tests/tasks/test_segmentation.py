@@ -117,7 +117,7 @@ def _own_iou(counts: Any) -> float:
     return float((right[union > 0] / union[union > 0]).mean())
 
 
-def test_values_of_few_pixels() -> None:
+def test_a_class_without_pixels_is_in_no_mean() -> None:
     """A class without pixels is in no mean, one that is only predicted in that of IoU and Dice."""
     metrics = {metric.name: metric for metric in segmentation_metrics(4)}
     columns = {
@@ -138,7 +138,7 @@ def test_values_of_few_pixels() -> None:
     assert measure(metrics["iou"], nothing).values == {"mean_iou": None, "iou_per_class": [None] * 4}
 
 
-def test_pixels_without_a_label_or_prediction() -> None:
+def test_pixels_without_a_label_are_not_counted() -> None:
     labels = torch.tensor([[0, 1], [-1, 1]], dtype=torch.int16)
     predicted = torch.tensor([[0, -1], [0, 0]])
     assert counts_of(labels, predicted, 2).tolist() == [[1, 0], [1, 2], [2, 0]]
@@ -159,7 +159,7 @@ class Special(nn.Module):
         return logits
 
 
-def test_equal_and_nonfinite_logits(home: Path, tmp_path: Path) -> None:
+def test_the_first_of_equal_classes_is_predicted_and_none_with_nan(home: Path, tmp_path: Path) -> None:
     """The first of equal classes is predicted, none where a logit is NaN."""
     result = evaluate(task(home, model=Special()), tmp_path / "out", batch_size=4)
     assert result.metrics["nonfinite_logits"] == {"nan": 13, "inf": 13}
@@ -185,7 +185,7 @@ def test_logits_are_compared_at_the_size_of_the_mask(home: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("size", [1, 3, 13])
-def test_sizes_are_grouped_in_a_batch(home: Path, tmp_path: Path, size: int) -> None:
+def test_grouping_pictures_by_size_changes_no_metric(home: Path, tmp_path: Path, size: int) -> None:
     seen: list[list[tuple[int, ...]]] = []
 
     class Seeing(Segmentation):
@@ -203,7 +203,7 @@ def test_sizes_are_grouped_in_a_batch(home: Path, tmp_path: Path, size: int) -> 
 # -- models and preprocessing --------------------------------------------------------------------------
 
 
-def test_the_class_is_the_command_lines_task(home: Path) -> None:
+def test_the_class_and_the_command_line_make_the_same_job(home: Path) -> None:
     """The same defaults, identity and digest through both doors."""
     words: dict[str, Any] = {
         "model": "lraspp_mobilenet_v3_large",
@@ -224,7 +224,7 @@ def test_the_class_is_the_command_lines_task(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcn_resnet50", "lraspp_mobilenet_v3_large"])
-def test_a_checkpoint_of_torchvision(home: Path, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_of_torchvision_gives_its_logits(home: Path, tmp_path: Path, name: str) -> None:
     """With the head for training that its published weights have, and without."""
     models = torchvision().models
     options: dict[str, Any] = {"aux_loss": True} if name.startswith("fcn") else {}
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_torchvision(home: Path, tmp_path: Path, name: str) -> N
     assert made_of.loaded_weights is not None
 
 
-def test_the_published_preprocessing(home: Path) -> None:
+def test_published_models_have_their_preprocessing_unless_one_is_given(home: Path) -> None:
     given = {"model": "fcn_resnet50", "weights": "random:0", "preprocessing": None}
     published = task(home, **given)
     line = published.description()["preprocessing"]
@@ -285,7 +285,7 @@ PREPARED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("does", PREPARED)
-def test_a_function_that_pads_or_crops(home: Path, does: str) -> None:
+def test_a_function_that_pads_or_crops_is_refused(home: Path, does: str) -> None:
     """Its logits would be laid over the whole mask; a squash moves nothing."""
 
     def own(picture: Image.Image) -> Tensor:
@@ -308,7 +308,7 @@ PARTS = [((40, 52), (24, 36)), ((572, 572), (388, 388)), ((64, 64), (60, 60)), (
 @pytest.mark.parametrize(
     ("size", "logits", "whole"), [(*e, True) for e in WHOLE] + [(*e, False) for e in PARTS]
 )
-def test_logits_of_a_part(size: tuple[int, int], logits: tuple[int, int], whole: bool) -> None:
+def test_partial_logits_are_told_by_size(size: tuple[int, int], logits: tuple[int, int], whole: bool) -> None:
     assert _is_whole(size, logits) == whole
 
 
@@ -336,7 +336,7 @@ def write_segformer(folder: Path, *, reduce: bool = False) -> None:
     transformers.SegformerImageProcessor(size=size, do_reduce_labels=reduce).save_pretrained(folder)
 
 
-def test_a_segformer(home: Path, tmp_path: Path) -> None:
+def test_a_segformer_gets_the_pixels_and_labels_of_its_processor(home: Path, tmp_path: Path) -> None:
     """With its processor's pixels, and its labels: 0 may stand for none."""
     import transformers
 
@@ -363,7 +363,7 @@ def test_a_segformer(home: Path, tmp_path: Path) -> None:
     assert given.fingerprint()["reduce_labels"] == "no"
 
 
-def test_a_processor_of_an_older_version(home: Path, tmp_path: Path) -> None:
+def test_reduce_labels_of_an_older_processor_is_read(home: Path, tmp_path: Path) -> None:
     """SegFormer's published files say reduce_labels, which newer versions of transformers pass over."""
     write_segformer(tmp_path)
     file = tmp_path / "preprocessor_config.json"
@@ -374,7 +374,7 @@ def test_a_processor_of_an_older_version(home: Path, tmp_path: Path) -> None:
     assert found.fingerprint()["reduce_labels"] == "yes"
 
 
-def test_processors() -> None:
+def test_processors_give_preprocessing_and_those_that_crop_are_refused() -> None:
     said = {"kind": "Segformer", "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
     half: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     assert uncropped_of({**said, "do_resize": False}, "it") == Uncropped(**half)
@@ -383,7 +383,7 @@ def test_processors() -> None:
         uncropped_of({**said, "size": {"shortest_edge": 48}, "do_center_crop": True}, "it")
 
 
-def test_class_names(home: Path, tmp_path: Path) -> None:
+def test_class_names_come_from_a_file_or_a_text(home: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("sky\nroad\ncar\ntree\nwall\n")
     (tmp_path / "names.json").write_text(json.dumps(["sky", "road", "car", "tree", "wall"]))
     for given in (tmp_path / "names.txt", str(tmp_path / "names.json"), "sky, road,car,tree,wall"):
@@ -394,7 +394,7 @@ def test_class_names(home: Path, tmp_path: Path) -> None:
 # -- data ----------------------------------------------------------------------------------------------
 
 
-def test_a_manifest(home: Path, tmp_path: Path) -> None:
+def test_a_manifest_has_the_digest_of_its_folders(home: Path, tmp_path: Path) -> None:
     path = home / "list.csv"
     path.write_text("image,mask\n" + "".join(f"img/{n:03}.png,masks/{n:03}.png\n" for n in range(13)))
     found = evaluate(task(home, data=path, masks=None), None, batch_size=4)
@@ -414,13 +414,13 @@ def test_a_manifest(home: Path, tmp_path: Path) -> None:
         ("image,mask\n", "has no rows"),
     ],
 )
-def test_a_manifest_that_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+def test_a_manifest_without_its_columns_or_masks_is_refused(tmp_path: Path, lines: str, said: str) -> None:
     (tmp_path / "list.csv").write_text(lines)
     with pytest.raises(UsageError, match=said):
         task(tmp_path, data=tmp_path / "list.csv", masks=None)
 
 
-def test_masks_in_other_modes(home: Path, tmp_path: Path) -> None:
+def test_masks_of_8_and_16_bits_have_the_same_metrics(home: Path, tmp_path: Path) -> None:
     made.write_pictures(tmp_path, count=3)
     wanted = evaluate(task(tmp_path), None, batch_size=4).metrics
     for name, mode in (("000", "L"), ("001", "I;16")):
@@ -481,7 +481,7 @@ BAD: list[tuple[str, Callable[[Path], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("spoil", "said"), [case[1:] for case in BAD], ids=[name for name, *_ in BAD])
-def test_a_bad_sample(
+def test_a_bad_sample_is_named_and_skipping_it_leaves_the_others(
     tmp_path: Path, spoil: Callable[[Path], object], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Named with its file; skipped, the other pictures of its batch keep their numbers."""
@@ -500,7 +500,7 @@ def test_a_bad_sample(
         assert kept[name][:2] + kept[name][3:] == whole[name][:2] + whole[name][3:]
 
 
-def test_a_row_of_a_manifest_is_named(home: Path, tmp_path: Path) -> None:
+def test_a_bad_row_of_a_manifest_is_named(home: Path, tmp_path: Path) -> None:
     made.write_pictures(tmp_path, count=3)
     _beyond(tmp_path / "masks/001.png")
     (tmp_path / "list.csv").write_text(
@@ -510,7 +510,7 @@ def test_a_row_of_a_manifest_is_named(home: Path, tmp_path: Path) -> None:
         evaluate(task(tmp_path, data=tmp_path / "list.csv", masks=None), None, batch_size=3)
 
 
-def test_pictures_and_masks_that_are_alone(tmp_path: Path) -> None:
+def test_pictures_without_a_mask_and_masks_without_a_picture_are_named(tmp_path: Path) -> None:
     made.write_pictures(tmp_path, count=4)
     (tmp_path / "img/001.png").unlink()
     (tmp_path / "masks/002.png").unlink()
@@ -519,7 +519,7 @@ def test_pictures_and_masks_that_are_alone(tmp_path: Path) -> None:
     assert "no mask for 1 file (002.png)." in found.data_warnings()
 
 
-def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
+def test_label_255_is_ignored_only_where_it_can_be_no_class(tmp_path: Path) -> None:
     """255 where nobody says another one; but not where it may be a class."""
     made.write_pictures(tmp_path, count=3)
     found = task(tmp_path, model=Exact(300))
@@ -532,7 +532,7 @@ def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
     assert found.options()["ignore_index"] == []
 
 
-def test_a_blurred_mask_is_named() -> None:
+def test_a_blurred_mask_is_refused() -> None:
     stored = np.arange(250, dtype=np.uint8)[None]
     with pytest.raises(
         ValueError, match=r"248 such labels, as blurred masks have: .*--mask-values FILE.json$"
@@ -540,7 +540,7 @@ def test_a_blurred_mask_is_named() -> None:
         LabelRule(ignore=(255,), reduce=False, classes=2).of(stored)
 
 
-def test_minus_one_is_a_label() -> None:
+def test_minus_one_counts_as_a_label_unless_it_is_ignored() -> None:
     """In masks of 32 bits: it counts unless it is named, as others do."""
     stored = np.array([[0, 2, -1]], np.int32)
     with pytest.raises(ValueError, match=r"1 pixel with the label -1, .*--ignore-index 255,-1"):
@@ -569,7 +569,7 @@ def of_two(binary: Path, **changes: Any) -> Segmentation:
     return task(binary, **{"model": Exact(2), "masks": binary / "m255", **changes})
 
 
-def test_a_foreground_of_255_is_never_guessed(binary: Path, tmp_path: Path) -> None:
+def test_a_foreground_of_255_is_asked_for(binary: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         evaluate(of_two(binary), None)
     assert "has 2 classes: 255 may be class 1, or no class" in str(caught.value)
@@ -643,7 +643,7 @@ def test_advice_on_labels_holds_for_all_masks(binary: Path, tmp_path: Path) -> N
         ({"ignore_index": "nothing"}, "--ignore-index 'nothing': expected whole numbers"),
     ],
 )
-def test_mask_values_that_are_refused(home: Path, changes: dict[str, Any], said: str) -> None:
+def test_wrong_mask_values_are_refused(home: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         task(home, **changes).build_model(CPU)
 
@@ -662,7 +662,7 @@ TURNED = [
 
 
 @pytest.mark.parametrize(("size", "turn", "of_mask", "stored", "warns"), TURNED)
-def test_pictures_that_exif_turns(
+def test_pictures_that_exif_turns_are_compared_upright(
     tmp_path: Path, size: tuple[int, int], turn: int, of_mask: int, stored: str, warns: bool
 ) -> None:
     """Compared as programs show them, with a warning; the numbers are those of upright files."""
@@ -709,7 +709,7 @@ PALETTES: list[tuple[list[list[tuple[int, int, int]]], str]] = [
 
 
 @pytest.mark.parametrize(("palettes", "said"), PALETTES)
-def test_palettes_that_say_that_colours_are_the_classes(
+def test_palettes_whose_colours_may_be_the_classes_are_refused(
     tmp_path: Path, palettes: list[list[tuple[int, int, int]]], said: str
 ) -> None:
     for number, palette in enumerate(palettes):
@@ -732,7 +732,7 @@ def test_palettes_that_say_that_colours_are_the_classes(
 @pytest.mark.parametrize(
     ("counted", "ignored", "share"), [(4, 3, ""), (3, 3, "50.0"), (1, 7, "87.5"), (0, 0, "")]
 )
-def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None:
+def test_many_ignored_pixels_are_warned_of(counted: int, ignored: int, share: str) -> None:
     measured = measure(
         PixelCheck(2), check_columns([counted, 0], [counted, 0], [counted, 0], ignored=ignored)
     )
@@ -753,7 +753,7 @@ def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None
         (([0, 0, 0], [1, 6, 4], [11, 0, 0]), ""),
     ],
 )
-def test_masks_with_other_numbers(counts: tuple[list[int], ...], said: str) -> None:
+def test_masks_without_some_classes_are_warned_of(counts: tuple[list[int], ...], said: str) -> None:
     warnings = measure(PixelCheck(3), check_columns(*counts)).warnings
     assert len(warnings) == bool(said) and said in "".join(warnings)
 
@@ -799,14 +799,14 @@ def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
         ({"resize": 0}, ["--resize 0"]),
     ],
 )
-def test_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
+def test_wrong_options_are_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         task(home, **changes)
     for part in said:
         assert part in str(caught.value)
 
 
-def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
+def test_folders_of_another_kind_are_refused(home: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=f"Type --model hf:{tmp_path}"):
         task(home, model=str(tmp_path))
@@ -829,14 +829,14 @@ def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
         ({"model": nn.Flatten()}, ["expected logits of shape (pictures, classes, height, width)"]),
     ],
 )
-def test_models_that_do_not_fit(home: Path, changes: dict[str, Any], said: list[str]) -> None:
+def test_models_that_do_not_fit_are_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         task(home, **changes).build_model(CPU)
     for part in said:
         assert part in str(caught.value)
 
 
-def test_names_that_do_not_fit(tmp_path: Path) -> None:
+def test_pictures_and_masks_of_different_names_are_refused(tmp_path: Path) -> None:
     made.write_pictures(tmp_path, count=2)
     for path in (tmp_path / "masks").iterdir():
         path.rename(path.with_name(f"{path.stem}_labels.png"))

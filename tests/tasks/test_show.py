@@ -80,7 +80,7 @@ def test_a_picture_is_shown_before_preprocessing(pictures: Path, tmp_path: Path)
     assert shown(drawn, 1).size == (30 + place, 20)
 
 
-def test_pictures_in_memory_and_grey_ones(tmp_path: Path) -> None:
+def test_a_grey_picture_in_memory_is_shown(tmp_path: Path) -> None:
     task = ImageClassification()
     found = task.show({"id": "t10k-00003", "index": 3})
     assert (found.mode, found.size) == ("L", (28, 28))
@@ -88,7 +88,7 @@ def test_pictures_in_memory_and_grey_ones(tmp_path: Path) -> None:
     assert (np.asarray(found) == batch["images"][0, 0].numpy()).all()
 
 
-def test_data_that_changed_or_are_gone_are_said(pictures: Path, tmp_path: Path) -> None:
+def test_changed_or_missing_data_are_named(pictures: Path, tmp_path: Path) -> None:
     out = evaluated(images(pictures), tmp_path / "run")
     (pictures / "a" / "0.png").rename(pictures / "a" / "00.png")
     task, _ = task_of_run(out / JOB)
@@ -115,7 +115,7 @@ def test_files_that_changed_are_not_shown(pictures: Path, tmp_path: Path) -> Non
     assert "data:image/" not in found
 
 
-def test_no_code_is_run_that_the_files_name(pictures: Path, tmp_path: Path) -> None:
+def test_code_that_the_files_of_a_run_name_is_not_run(pictures: Path, tmp_path: Path) -> None:
     """A stranger's run names a file of code as its model: a stand-in takes its place."""
     out = evaluated(images(pictures), tmp_path / "run")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -147,7 +147,7 @@ def test_a_mask_is_drawn_over_its_picture(tmp_path: Path) -> None:
     assert len(made) <= 1
 
 
-def test_texts_and_pairs(tmp_path: Path) -> None:
+def test_texts_and_pairs_are_shown_unless_they_have_changed(tmp_path: Path) -> None:
     model = texts.save_classifier(tmp_path / "model")
     table = texts.rows(9, pairs=True)
     data = texts.write(tmp_path / "pairs.jsonl", table)
@@ -164,7 +164,7 @@ def test_texts_and_pairs(tmp_path: Path) -> None:
     assert task is None and "have changed since" in why
 
 
-def test_answers_beside_their_text(tmp_path: Path) -> None:
+def test_answers_are_shown_beside_question_and_text(tmp_path: Path) -> None:
     model = questions.save_tiny_bert(tmp_path / "model")
     data = questions.write_questions(tmp_path / "v2.json", unanswerable=True)
     task = QuestionAnswering(model=model, data=data, batch_size=4)
@@ -177,7 +177,7 @@ def test_answers_beside_their_text(tmp_path: Path) -> None:
         assert all(answer in found["gold answers"] for answer in question.answers)
 
 
-def test_windows_choices_and_prompts(tmp_path: Path) -> None:
+def test_windows_choices_and_prompts_are_shown(tmp_path: Path) -> None:
     model = causal_models.save_causal(tmp_path / "gpt2")
     documents = causal_models.write_texts(tmp_path / "texts", {"a.txt": "One and two. Three and four."})
     out = evaluated(LanguageModeling(model=model, data=documents, max_length=8), tmp_path / "windows")

@@ -124,7 +124,7 @@ def wanted(launch: Launch, home: Path, tmp_path_factory: pytest.TempPathFactory)
         pytest.param("horovodrun", 2, marks=[*needs("horovodrun", "horovod"), pytest.mark.long]),
     ],
 )
-def test_the_same_bits(
+def test_launchers_and_ranks_change_no_bit(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, job: Job, launcher: str, size: int
 ) -> None:
     """Of questions with reading processes, of which each has a tokenizer of its own."""
@@ -175,7 +175,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("task", PAGES)
-def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path, task: str) -> None:
+def test_the_commands_of_a_tasks_page_run(launch: Launch, home: Path, tmp_path: Path, task: str) -> None:
     (tmp_path / "models").mkdir()
     for name, there in PAGES[task].items():
         (tmp_path / name).symlink_to(home / there)
@@ -192,5 +192,5 @@ def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path, ta
             assert first - {"warning:"} <= printed  # these texts are not cut
 
 
-def test_every_task_with_a_model_of_its_own_has_its_page_tried() -> None:
+def test_every_task_with_a_model_has_its_page_tried() -> None:
     assert {*PAGES, "image-classification"} == {*TASKS}

@@ -65,7 +65,7 @@ def logits_by_hand(folder: Path, rows: list[dict[str, Any]], *columns: str) -> T
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_equal_to_the_libraries(model: Path, tmp_path: Path, pairs: bool) -> None:
+def test_metrics_and_rows_are_those_of_the_libraries(model: Path, tmp_path: Path, pairs: bool) -> None:
     rows = texts.rows(70, pairs=pairs)
     columns = ("sentence1", "sentence2") if pairs else ("sentence",)
     wanted = logits_by_hand(model, rows, *columns)
@@ -98,7 +98,7 @@ def test_two_classes_have_a_binary_f1(two: Path) -> None:
     assert found["binary_f1"] != found["f1"]
 
 
-def test_a_regression(regression: Path, tmp_path: Path) -> None:
+def test_a_regression_has_the_correlations_and_errors_of_scipy(regression: Path, tmp_path: Path) -> None:
     rows = [{**row, "label": number / 7} for number, row in enumerate(texts.rows(50, pairs=True))]
     result = run(regression, rows, tmp_path / "out")
     wanted = logits_by_hand(regression, rows, "sentence1", "sentence2")[:, 0].double().numpy()
@@ -149,7 +149,7 @@ def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
 # -- both doors ----------------------------------------------------------------------------------------
 
 
-def test_the_class_is_the_command(model: Path, tmp_path: Path) -> None:
+def test_the_class_and_the_command_line_make_the_same_job(model: Path, tmp_path: Path) -> None:
     data = texts.write(tmp_path / "rows.jsonl", texts.rows(40))
     options: dict[str, Any] = {"model": model, "data": data, "max_length": 24}
     made = questions.transformers().AutoModelForSequenceClassification.from_pretrained(model)
@@ -169,7 +169,7 @@ def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None
     assert result.job["metric"][-1] == "text_work"
 
 
-def test_other_jobs(model: Path) -> None:
+def test_options_that_change_a_number_are_other_jobs(model: Path) -> None:
     """What changes a number changes the identity."""
     rows = texts.rows(20, pairs=True)
     changes: list[dict[str, Any]] = [
@@ -184,7 +184,7 @@ def test_other_jobs(model: Path) -> None:
     assert len({each.metrics_digest for each in found}) == len(changes)
 
 
-def test_the_usual_most_tokens(model: Path, tmp_path: Path) -> None:
+def test_texts_are_cut_at_the_tokenizers_length_but_at_most_512(model: Path, tmp_path: Path) -> None:
     for said, wanted in ((None, 512), (256, 256), (4096, 512)):
         tokenizer = questions.transformers().AutoTokenizer.from_pretrained(model)
         if said:
@@ -281,7 +281,7 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
         (NAMES, Dataset(labelled(0, 1), ("no", "yes")), "The data's: no, yes."),
     ],
 )
-def test_labels_that_are_no_classes(model: Path, names: tuple[str, ...], data: Any, said: str) -> None:
+def test_labels_of_no_class_are_refused(model: Path, names: tuple[str, ...], data: Any, said: str) -> None:
     task = TextClassification(model=texts.classifier(names), tokenizer=model, data=data)
     with pytest.raises(UsageError, match=re.escape(said)):
         task.build_model(torch.device("cpu"))
@@ -349,7 +349,7 @@ def test_the_same_labels_have_the_same_digest_in_every_form(model: Path, forms: 
     assert {each.metrics_digest for each in found} == {plain.metrics_digest}
 
 
-def test_what_was_asked_for_says_which_class_a_label_is(
+def test_a_class_map_or_order_decides_which_class_a_label_is(
     model: Path, tmp_path: Path, regression: Path
 ) -> None:
     rows = labelled("no", "yes", "no")
@@ -418,7 +418,7 @@ class Ignores(nn.Module):
         ({"model": texts.classifier}, "was given without a tokenizer"),
     ],
 )
-def test_refusals(model: Path, options: dict[str, Any], said: str) -> None:
+def test_wrong_options_models_and_data_are_refused(model: Path, options: dict[str, Any], said: str) -> None:
     if isinstance(given := options.get("model"), str):
         options = {"model": given.format(model=model)}
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -431,7 +431,7 @@ def gpt2(**changes: Any) -> Any:
     return library.GPT2ForSequenceClassification(library.GPT2Config(**small, num_labels=3, **changes)).eval()
 
 
-def test_what_a_config_has_to_say(model: Path) -> None:
+def test_a_model_whose_config_follows_the_advice_is_evaluated(model: Path) -> None:
     """As the messages advise it."""
     named = [{**row, "label": NAMES.index(row["label"])} for row in texts.rows(4)]
     assert run(lambda: gpt2(pad_token_id=0), named, tokenizer=model).samples["evaluated"] == 4
@@ -439,7 +439,7 @@ def test_what_a_config_has_to_say(model: Path) -> None:
     assert run(stated, texts.rows(4), tokenizer=model).samples["evaluated"] == 4
 
 
-def test_a_text_that_is_written_as_a_missing_one_and_an_added_token(model: Path, tmp_path: Path) -> None:
+def test_a_text_written_as_a_missing_one_is_warned_of(model: Path, tmp_path: Path) -> None:
     rows = texts.rows(4)
     rows[2]["sentence"] = "nan"
     result = run(model, rows)
@@ -469,7 +469,7 @@ def test_a_text_that_is_written_as_a_missing_one_and_an_added_token(model: Path,
         (lambda: texts.classifier(vocab_size=100), "tells 30522 tokens apart, its model only 100"),
     ],
 )
-def test_models_that_are_refused(model: Path, network: Any, said: str) -> None:
+def test_models_that_do_not_fit_are_refused(model: Path, network: Any, said: str) -> None:
     torch.manual_seed(1)
     with pytest.raises(UsageError, match=re.escape(said)):
         run(network, texts.rows(4), tokenizer=model)

@@ -44,7 +44,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 # -- cells ---------------------------------------------------------------------------------------------
 
 
-def test_the_cells() -> None:
+def test_cells_come_mode_by_mode_with_reasons_for_those_left_out() -> None:
     def why(cell: Cell) -> str | None:
         return "no bf16" if cell.precision == "amp-bf16" else None
 
@@ -162,7 +162,7 @@ def test_without_one_process_there_is_no_speed_up() -> None:
     assert with_figures([TWO, other])[0]["figures"]["speed_up"] is None
 
 
-def test_the_page() -> None:
+def test_the_page_has_the_figures_of_each_cell_and_what_is_missing() -> None:
     text = page(report(ALONE, TWO, ABSENT), ["speedup.png"])
     assert "# dualeval bench: evaluation of fashion-cnn" in text
     assert "Xeon (AVX512), 2 cores, 8.0 GiB, Debian" in text
@@ -182,7 +182,7 @@ def test_the_page() -> None:
     assert "**Interrupted**" in page(report(ALONE, interrupted=True))
 
 
-def test_other_bits_and_too_little_data_are_said() -> None:
+def test_the_page_names_cells_with_other_bits_and_too_little_data() -> None:
     other = made_cell("dataparallel", 2, [measurement(0, 1.0, [rank()], metrics_digest="cd" * 32)])
     text = page(report(ALONE, other))
     assert "Not all of them computed the same bits:" in text
@@ -190,7 +190,7 @@ def test_other_bits_and_too_little_data_are_said() -> None:
     assert "Measured for less than 3 s in some start, as the data set is small: dataparallel x 2." in text
 
 
-def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
+def test_stages_of_training_are_fractions_and_plots_are_drawn(tmp_path: Path) -> None:
     times = {"forward": 2.0, "backward": 5.0, "all_reduce": 2.0, "optimiser": 1.0}
     slower = {**times, "forward": 6.0, "backward": 1.0}
     trained = made_cell("torch", 2, [measurement(0, 10.0, [{**rank(), **times}, {**rank(), **slower}])])
@@ -222,7 +222,7 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
         (["--processes", "2"], "this folder is not empty"),
     ],
 )  # fmt: skip
-def test_refusals(words: list[str], expected: str, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(words: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     out = [] if "empty" not in expected else ["--out", str(tmp_path)]
     done = CliRunner().invoke(dualeval, ["bench", *words, *out], obj=[])
@@ -259,7 +259,7 @@ def cell_start(mode: str = "single", **more: Any) -> CellStart:
     return CellStart(**{**values, **more})
 
 
-def test_passes_of_the_loop() -> None:
+def test_a_pass_measures_the_evaluation_with_its_digest() -> None:
     """What is measured is the evaluation itself: the digest is that of ``evaluate``."""
     with Session() as session:
         found = measure_evaluation(session, lambda: TinyTask(100), {"batch_size": 16}, cell_start())
@@ -275,7 +275,7 @@ def test_passes_of_the_loop() -> None:
     assert again["seconds"] == sum(again["passes"])
 
 
-def test_training_steps() -> None:
+def test_training_steps_measure_each_stage_of_whole_batches() -> None:
     job = Job.of(limit=64)
     threads = torch.get_num_threads()
     with Session() as session:
@@ -358,7 +358,7 @@ def test_a_killed_bench_leaves_no_cell_running(launch: Launch, tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.needs("horovod")
 @pytest.mark.parametrize("train", [False, True])
-def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> None:
+def test_every_mode_is_measured_on_1_and_2_processes(launch: Launch, tmp_path: Path, train: bool) -> None:
     words = ["--limit", "256", "--rounds", "1", "--min-seconds", "1e-6", "--processes", "1,2,1000"]
     precision = "amp-bf16" if train else "fp32"
     words += ["--precision", f"{precision},tf32", "--cores-per-process", "1", "--device", "cpu"]

@@ -88,7 +88,7 @@ WANTED = {"ranks": 2, "nodes": 1, "backend": "torch"}
         ),
     ],
 )
-def test_outcomes(result: dict[str, Any], outcome: str, reason: str | None) -> None:
+def test_a_start_is_judged_with_its_reason(result: dict[str, Any], outcome: str, reason: str | None) -> None:
     said = judge(result, WANTED, 2000, found())
     assert said[0] == outcome
     assert (said[1] is None) if reason is None else (reason in str(said[1]))
@@ -100,7 +100,7 @@ def test_the_reference_is_compared_with_what_was_started_alone() -> None:
     assert judge(found(), alone, 1000, None)[0] == "failed"
 
 
-def test_self_tests() -> None:
+def test_a_self_test_fails_by_a_wrong_operation_or_a_missing_rank() -> None:
     ranks = {str(rank): {"rank": rank, "operations": {"gather": None, "barrier": None}} for rank in (0, 1)}
     report: dict[str, Any] = {"size": 2, "ranks": ranks, "problems": []}
     assert judge_self_test(report) == ("ok", None)
@@ -170,11 +170,11 @@ BROKEN = row("failed", "mpirun", 2, found=None, reason="exit code 3", last_lines
         (report(row("ok"), ABSENT, options={"launchers": ["torchrun", "horovodrun"], "limit": 9}), False),
     ],
 )
-def test_what_agrees(content: dict[str, Any], good: bool) -> None:
+def test_a_report_agrees_unless_a_run_or_self_test_does_not(content: dict[str, Any], good: bool) -> None:
     assert agrees(content) is good
 
 
-def test_the_page() -> None:
+def test_the_page_has_a_table_of_launchers_and_each_failure() -> None:
     text = page(report(row("ok"), row("ok", ranks=8), BROKEN, ABSENT))
     assert text.startswith("# dualeval conformance\n\n**Does not agree.** 2 of 3 runs have the bits of one ")
     assert "| launcher | backend | device | 2 ranks | 8 ranks |" in text
@@ -200,7 +200,7 @@ def test_the_speed_of_several_devices_is_shown() -> None:
     assert "| 1 right | cpu: 12 us for 8 bytes, 1.50 GB/s at 64 MiB; cuda: 12 us" in text
 
 
-def test_the_summary_of_nothing() -> None:
+def test_nothing_compared_does_not_agree() -> None:
     said = (
         "Nothing was compared. 0 of 0 runs have the bits of one process. 0 of 0 self-tests of backends are "
     )
@@ -248,17 +248,17 @@ NAMES = Names(
         ("ada@gpu01: /scratch/ada_1/x, adagrad", "USER@node1: /scratch/USER_1/x, adagrad"),
     ],
 )
-def test_names_are_taken_out(text: str, cleaned: str | None) -> None:
+def test_folders_hosts_and_addresses_are_taken_out(text: str, cleaned: str | None) -> None:
     assert NAMES.clean(text) == (text if cleaned is None else cleaned)
 
 
-def test_hosts_that_are_named_as_the_report_names_them() -> None:
+def test_hosts_that_have_the_reports_own_names_are_not_mixed_up() -> None:
     names = Names(folders={}, hosts={"node2": "node1", "node1": "node2"})
     assert names.clean("node1 waits for node2 and node3") == "node2 waits for node1 and another-host"
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "fd77::11"])
-def test_an_address_as_a_name_takes_no_number_out(address: str) -> None:
+def test_an_address_that_names_a_host_takes_no_number_out(address: str) -> None:
     names = Names(folders={}, hosts={address: "node1", address.partition(".")[0]: "node1"})
     assert names.clean(f"10 ranks at {address}") == "10 ranks at ADDRESS"
 
@@ -282,7 +282,7 @@ def outcomes(content: dict[str, Any]) -> list[tuple[str, str, int, str]]:
 
 
 @pytest.mark.needs("mpi")
-def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
+def test_a_broken_launcher_is_reported_without_names_of_the_site(launch: Launch, tmp_path: Path) -> None:
     """A site's own wrapper around mpirun, say."""
     stub = tmp_path / "bin/mpirun"
     stub.parent.mkdir()
@@ -304,7 +304,7 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
+def test_an_interrupted_conformance_leaves_a_report_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
     words = ["--launchers", "nproc", "--ranks", "2", "--limit", "64", "--out", "report"]
     with launch.started([*CONFORMANCE, *words], cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -352,7 +352,7 @@ def typed(*words: str, **variables: str) -> Any:
     return CliRunner().invoke(dualeval, ["conformance", *words], env=variables, obj=[])
 
 
-def test_commands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_prints_the_commands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     done = typed("--dry-run", "--launchers", "torchrun", "--ranks", "2", PATH=path)
@@ -380,7 +380,7 @@ OF_RANK_0 = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
         ([], {"RANK": "1"}, "torchrun's variables are half set"),
     ],
 )
-def test_wrong_use(words: list[str], variables: dict[str, str], said: str) -> None:
+def test_wrong_use_has_its_code_and_message(words: list[str], variables: dict[str, str], said: str) -> None:
     done = typed(*words, **variables)
     code = done.exception.exit_code if isinstance(done.exception, DualevalError) else done.exit_code
     assert code == EXIT_USAGE
@@ -390,7 +390,7 @@ def test_wrong_use(words: list[str], variables: dict[str, str], said: str) -> No
 @pytest.mark.parametrize(
     ("out", "said"), [("file", "this is not a folder"), ("file/new", "file is not a folder")]
 )
-def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(out: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = typed("--dry-run", "--out", str(tmp_path / out))
     assert isinstance(done.exception, UsageError)
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", ["SLURM_HET_SIZE", "SLURM_PACK_SIZE"])
-def test_a_heterogeneous_job(size: str) -> None:
+def test_a_heterogeneous_job_is_refused(size: str) -> None:
     """salloc sets no SLURM_JOB_NODELIST there."""
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", size: "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
     with pytest.raises(LaunchError, match=r"this is a heterogeneous Slurm job of 2 components.*without ':'"):
@@ -408,7 +408,7 @@ def test_a_heterogeneous_job(size: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.needs("horovod", "mpi")
-def test_all_launchers_of_this_machine(launch: Launch, tmp_path: Path) -> None:
+def test_all_launchers_of_this_machine_have_one_digest(launch: Launch, tmp_path: Path) -> None:
     done = launch([*CONFORMANCE, "--limit", "500", "--out", "report"], cwd=tmp_path, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     content = shared(tmp_path / "report")
@@ -454,7 +454,7 @@ def runs_on(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(("manner", "code"), [("stays", None), ("leaves", 0)])
-def test_nothing_is_left(tmp_path: Path, manner: str, code: int | None) -> None:
+def test_a_supervised_start_leaves_no_process(tmp_path: Path, manner: str, code: int | None) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     start = monotonic()
     ended = run_supervised(
@@ -465,6 +465,6 @@ def test_nothing_is_left(tmp_path: Path, manner: str, code: int | None) -> None:
     assert not runs_on(out)
 
 
-def test_an_answer() -> None:
+def test_a_command_that_is_asked_gives_code_output_and_errors() -> None:
     words = ["bash", "-c", "echo out; echo err >&2; exit 3"]
     assert ask(words, os.environ, 10) == (3, "out\n", "err\n")

@@ -55,7 +55,7 @@ def examined(finished: Finished) -> dict[str, Any]:
         ]
     ],
 )
-def test_under_every_launcher(
+def test_doctor_reports_each_rank_under_every_launcher(
     launcher: str, launcher_name: str, backend: str, launch: Launch, tmp_path: Path
 ) -> None:
     size = 1 if launcher == "none" else 2
@@ -196,7 +196,7 @@ def test_a_variable_that_a_launcher_takes_is_in_no_other_list() -> None:
     assert lines == [["env", "taken", "RANK=0"], ["env", "taken", "WORLD_SIZE=0"]]
 
 
-def test_all_is_well() -> None:
+def test_a_diagnosis_without_problems_shows_ranks_and_checks() -> None:
     text = diagnosis(report())
     assert report()["problems"] == []
     assert text.startswith("4 ranks on 2 nodes, started by srun\n")
@@ -242,7 +242,7 @@ PROBLEMS: list[tuple[list[dict[str, Any]], list[str]]] = [
 
 
 @pytest.mark.parametrize(("found", "said"), PROBLEMS)
-def test_problems(found: list[dict[str, Any]], said: list[str]) -> None:
+def test_each_problem_is_in_the_diagnosis(found: list[dict[str, Any]], said: list[str]) -> None:
     made = report(*found)
     for problem, words in zip(made["problems"], said, strict=True):
         assert problem.startswith(words)
@@ -257,11 +257,11 @@ def test_problems(found: list[dict[str, Any]], said: list[str]) -> None:
         ([facts(1, operations={}, shares_output=None)], "not tried on all ranks", 2),
     ],
 )
-def test_what_is_shown(found: list[dict[str, Any]], shown: str, times: int) -> None:
+def test_quotas_and_failed_checks_are_shown(found: list[dict[str, Any]], shown: str, times: int) -> None:
     assert diagnosis(report(*found)).count(shown) == times
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_ranks_that_do_not_come_are_one_problem() -> None:
     found = report(without=(1, 2))
     assert found["problems"] == ["ranks 1, 2 did not report within 20 s"]
     assert "2 problems" not in diagnosis(found)
@@ -269,7 +269,7 @@ def test_a_rank_that_does_not_come() -> None:
     assert diagnosis(report(without=(0, 1, 2))).count("Variables (rank 3)") == 1
 
 
-def test_what_keeps_ranks_apart() -> None:
+def test_only_some_differences_keep_ranks_from_trying() -> None:
     ranks = {0: facts(0), 1: facts(1, backend="mpi", torch="2.12")}
     assert len(differences(ranks)) == 2
     assert differences(ranks, BLOCKING) == ["the ranks differ in the backend: torch on rank 0; mpi on rank 1"]

@@ -66,7 +66,7 @@ def test_the_installed_torch_is_read_right() -> None:
         ),
     ],
 )
-def test_read_torch(
+def test_torchs_abi_and_standard_are_read_from_its_files(
     version_file: str, extension: str, library: bytes, expected: Torch, tmp_path: Path
 ) -> None:
     for folder in ("utils", "lib"):
@@ -97,7 +97,7 @@ def test_mpi_is_found(version: str, tmp_path: Path) -> None:
     assert found == Mpi(wrapper=str(tmp_path / "mpicxx"), version=version, link="link")
 
 
-def test_no_mpi(tmp_path: Path) -> None:
+def test_a_missing_mpi_says_what_to_type(tmp_path: Path) -> None:
     programs(tmp_path, mpirun="echo 'mpirun (Open MPI) 5.0.1'")
     found = horovod_build.find_mpi({"PATH": str(tmp_path)})
     assert found == (
@@ -106,7 +106,7 @@ def test_no_mpi(tmp_path: Path) -> None:
     )
 
 
-def test_compilers_that_the_user_names(tmp_path: Path) -> None:
+def test_a_compiler_named_by_CXX_is_taken_with_its_flags_or_none(tmp_path: Path) -> None:
     """With their flags; one that is not there is not silently another."""
     path = programs(tmp_path, **{"my-c++": "echo mine $1 $2", "c++": "echo other"})
     found = horovod_build.find_compiler({"PATH": str(path), "CXX": "my-c++ -pipe"})
@@ -141,7 +141,7 @@ def test_cuda_toolkit_and_nccl_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_usual_toolkit")
-def test_nccl_that_cannot_be_had(tmp_path: Path) -> None:
+def test_a_missing_nccl_says_what_to_install(tmp_path: Path) -> None:
     with_toolkit = {"PATH": str(cuda(tmp_path / "cuda") / "bin")}
     for environ, of_torch, words in (
         (with_toolkit, None, "torch is not built with CUDA"),
@@ -155,7 +155,7 @@ def test_nccl_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_usual_toolkit")
-def test_where_the_toolkit_of_an_nvcc_is(tmp_path: Path) -> None:
+def test_the_toolkit_is_found_from_its_nvcc(tmp_path: Path) -> None:
     """Also of a link on the PATH; a folder without nvcc, as of an image for running alone, is none."""
     home = str(cuda(tmp_path / "opt/cuda"))
     (tmp_path / "bin").mkdir()
@@ -275,11 +275,11 @@ def test_the_folder_tells_what_it_is_for() -> None:
         ({"MAKEFLAGS": " -j8 --jobserver-auth=3,4", "MAKELEVEL": "1"}, "-j2"),
     ],
 )
-def test_makeflags(environ: dict[str, str], expected: str) -> None:
+def test_makeflags_of_the_user_are_kept_outside_of_make(environ: dict[str, str], expected: str) -> None:
     assert horovod_build.makeflags(environ, 2) == expected
 
 
-def test_variables_of_the_build() -> None:
+def test_the_build_gets_its_own_variables_and_some_of_the_users() -> None:
     environ = read_variables(
         "PATH=/bin HOME=/me HOROVOD_BUILD_CUDA_CC_LIST=90 CXXFLAGS=-pipe HOROVOD_WITH_MXNET=1 "
         "CMAKE_GENERATOR=Ninja MFLAGS=x"

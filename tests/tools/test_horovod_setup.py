@@ -35,7 +35,7 @@ HEARD = ["env", "--default-signal=HUP,INT,TERM"]
         ({"HOME": "/me", "XDG_CACHE_HOME": ""}, "/me/.cache/dualeval/horovod"),
     ],
 )
-def test_cache_folder(environ: dict[str, str], expected: str) -> None:
+def test_the_cache_folder_follows_from_the_environment(environ: dict[str, str], expected: str) -> None:
     assert cache_folder(environ) == Path(expected)
 
 
@@ -64,7 +64,7 @@ def test_excerpt_has_the_first_error_and_the_end() -> None:
         ("something else", "first error"),
     ],
 )
-def test_hint(log: str, words: str) -> None:
+def test_an_error_in_the_log_has_its_hint(log: str, words: str) -> None:
     assert words in hint(log)
 
 
@@ -76,7 +76,7 @@ def bench(tmp_path: Path, launch: Launch) -> Bench:
     return Bench(tmp_path, launch)
 
 
-def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
+def test_a_wheel_is_built_once_and_then_taken_from_the_cache(bench: Bench) -> None:
     built = bench().ok()
     assert re.search(r"MPI +Open MPI 4\.1\.4", built.stdout)
     assert re.search(r"takes \d+ to \d+ min, and more on a busy machine", built.stdout)
@@ -180,7 +180,7 @@ def test_all_that_is_missing_is_named_at_once(bench: Bench) -> None:
         assert not bench.cache.exists()
 
 
-def test_a_compiler_too_old_for_torch(bench: Bench) -> None:
+def test_a_compiler_too_old_for_torch_is_refused(bench: Bench) -> None:
     programs(bench.programs, **{"c++": 'case $1 in --version) echo "c++ 7.5";; *) exit 1;; esac'})
     done = bench()
     assert done.returncode == 2
@@ -188,7 +188,7 @@ def test_a_compiler_too_old_for_torch(bench: Bench) -> None:
     assert re.search(r"a compiler for C\+\+\d+, which torch .* needs \(found c\+\+ 7\.5\)", done.stderr)
 
 
-def test_a_cache_that_cannot_be_made(bench: Bench) -> None:
+def test_a_cache_that_cannot_be_made_is_refused(bench: Bench) -> None:
     bench.cache.touch()
     done = bench()
     assert done.returncode == 2
@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_made(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("step", ["download", "wheel", "install"])
-def test_a_failing_step(step: str, bench: Bench) -> None:
+def test_a_failing_step_shows_its_error_and_the_log(step: str, bench: Bench) -> None:
     (bench.site / "fail").write_text(step)
     done = bench()
     assert done.returncode == 1
@@ -241,7 +241,7 @@ def test_a_build_without_what_was_wanted_is_found_out(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("number", "step"), [(signal.SIGINT, "install"), (signal.SIGTERM, "install"), (signal.SIGHUP, "wheel")]
 )
-def test_interrupted(number: signal.Signals, step: str, bench: Bench) -> None:
+def test_an_interrupted_setup_leaves_nothing(number: signal.Signals, step: str, bench: Bench) -> None:
     """All that was started ends (``launch`` looks), pip puts back what it replaces, and no folder stays."""
     (bench.site / "wait").write_text(step)
     command = [*HEARD, *COMMAND, "--cache", bench.cache]
@@ -302,7 +302,7 @@ def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, l
 @pytest.mark.parametrize(
     "mpi", [pytest.param(True, marks=pytest.mark.needs("mpi")), False], ids=["with MPI", "without MPI"]
 )
-def test_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
+def test_horovod_is_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
     command: list[str | Path] = [
         *(environment, "-m", "dualeval", "setup-horovod", "--cache", tmp_path / "cache")
     ]

@@ -120,7 +120,7 @@ def test_shapes_are_those_up_to_the_job_s_own() -> None:
         ((8,), (2, 1), None),
     ],
 )
-def test_the_dimension_of_the_rows(shape: Any, other: Any, dimension: int | None) -> None:
+def test_two_batches_tell_the_dimension_of_the_rows(shape: Any, other: Any, dimension: int | None) -> None:
     assert row_dimension(shape, 8, other, 2) == dimension
 
 
@@ -201,7 +201,7 @@ def test_the_guilty_module_is_named_and_its_successors_are_counted(
     assert (compiled.cause, compiled.modules) == (ONE_PROGRAM, {})
 
 
-def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
+def test_modules_with_dicts_and_rows_elsewhere_are_followed() -> None:
     def in_one_row(own: Made, parts: Mapping[str, Tensor], *, beside: tuple[Tensor]) -> Any:
         x = parts["x"].clone()
         if x.shape[1] < 4:
@@ -226,7 +226,7 @@ def padded(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"x": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
 
 
-def test_sequences_that_are_padded_to_the_longest() -> None:
+def test_the_length_of_padding_is_named_as_a_cause() -> None:
     def summed(own: Any, x: Tensor) -> Any:
         """Over a dimension that is longer in other batches."""
         return own.inner(x).sum(1) * (1 + 2**-18 * x.shape[1])
@@ -244,7 +244,7 @@ def test_sequences_that_are_padded_to_the_longest() -> None:
     assert not found[5].rows_differ, "each has one of the longest"
 
 
-def test_samples_that_collate_sorts() -> None:
+def test_samples_that_collate_reorders_are_compared_by_sample() -> None:
     def turned(samples: list[Tensor]) -> Tensor:
         return torch.stack(samples[::-1])
 
@@ -257,7 +257,7 @@ def test_samples_that_collate_sorts() -> None:
     assert 0 < float(found[1].columns["output"] or 0) < 1e-5
 
 
-def test_what_the_task_does_after_the_model() -> None:
+def test_a_difference_made_after_the_model_is_named_so() -> None:
     task = task_of(Scale(), observe=lambda outputs, batch: {"value": moved(outputs.sum(1))})
     found = shapes(diagnosed(task))
     assert found[1].cause == AFTER_MODEL
@@ -265,14 +265,14 @@ def test_what_the_task_does_after_the_model() -> None:
     assert not found[1].modules
 
 
-def test_a_model_that_is_never_the_same() -> None:
+def test_a_model_that_never_gives_the_same_bits_is_named() -> None:
     calls = itertools.count()
     found = diagnosed(task_of(Made(lambda own, x: x + next(calls))))
     assert found.shapes[-1].rows_differ
     assert "does not give the same bits twice" in found.notes[-1]
 
 
-def test_a_fused_path_that_hooks_switch_off() -> None:
+def test_a_difference_that_hooks_switch_off_is_not_seen_and_said() -> None:
     def fused(own: Any, x: Tensor) -> Any:
         """As torch's encoder layers: another kernel where nobody looks."""
         out = own.inner(x)
@@ -306,7 +306,7 @@ def test_samples_of_a_job_are_drawn() -> None:
     assert {"target", "prediction", "loss"} >= set(shapes(found)[1].columns) - {"output", "confidence"}
 
 
-def test_samples_that_cannot_be_read() -> None:
+def test_samples_that_cannot_be_read_are_refused_or_left_out() -> None:
     with pytest.raises(UsageError, match=r"tiny/3 .* cannot be read"):
         diagnosed(TinyTask(20, [3]))
     found = diagnosed(TinyTask(20, [3]), on_error="skip")
@@ -360,7 +360,7 @@ def test_the_plain_form_stays_as_it_is() -> None:
     assert "--null-threshold" in typed("--task", "question-answering", "--invariance", "--help").output
 
 
-def test_the_embedded_job() -> None:
+def test_invariance_of_the_embedded_job_is_printed() -> None:
     done = typed("--invariance", "--limit", "40", "--batch-size", "16", "--layout", "contiguous")
     assert done.exit_code == 0, done.output
     assert "16 rows in 8 shapes, 1 to 16" in done.stderr
@@ -370,7 +370,7 @@ def test_the_embedded_job() -> None:
     assert "fashion-cnn" in done.stdout
 
 
-def test_wrong_usage() -> None:
+def test_wrong_usage_is_refused() -> None:
     with pytest.raises(UsageError, match="smaller"):
         typed("--invariance", "--limit", "1", catch=False)
     assert "No such option" in typed("--invariance", "--out", "x").output

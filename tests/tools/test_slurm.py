@@ -115,7 +115,7 @@ def test_backend_of_a_script_is_torch_or_horovod() -> None:
         ("/logs/%u-%%j", "/logs/%u-%j"),
     ],
 )
-def test_log_path(log: str, path: str) -> None:
+def test_the_path_of_the_log_has_the_numbers_of_its_job(log: str, path: str) -> None:
     assert log_path(SlurmJob(job_name="eval", log=log), Path("/work"), "42") == Path(path)
 
 

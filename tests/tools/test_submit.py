@@ -255,7 +255,7 @@ ONLY_THERE = {
 
 
 @pytest.mark.parametrize("name", ONLY_THERE)
-def test_what_only_the_job_may_have_is_a_note(
+def test_inputs_that_only_the_job_may_have_are_a_note(
     sbatch: Sbatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     Path("broken.py").write_text("raise OSError('libcuda.so.1: no such file')", "utf-8")
@@ -278,7 +278,7 @@ def test_what_only_the_job_may_have_is_a_note(
         "-- --task language-modeling --model bert --data rows.csv --metric acc_norm",
     ],
 )
-def test_what_the_job_takes_is_queued_without_a_word(
+def test_options_that_the_job_takes_are_queued_without_a_note(
     sbatch: Sbatch, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     call(*words.split())
@@ -322,7 +322,7 @@ def test_an_answer_without_a_number_is_an_error(sbatch: Sbatch) -> None:
         call()
 
 
-def test_what_sbatch_says_against_a_job_is_passed_on(sbatch: Sbatch, launch: Launch) -> None:
+def test_an_error_of_sbatch_is_passed_on(sbatch: Sbatch, launch: Launch) -> None:
     sbatch.answers("echo 'sbatch: error: invalid partition specified: nix' >&2; exit 1")
     command = [sys.executable, "-m", "dualeval", "submit", "--partition", "nix"]
     done = launch(command, variables={"PATH": f"{sbatch.folder}:/usr/bin:/bin"})
@@ -341,7 +341,7 @@ def test_what_sbatch_says_against_a_job_is_passed_on(sbatch: Sbatch, launch: Lau
         ("-- --share 1/3", "put --shares N before the --"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(sbatch: Sbatch, words: str, said: str) -> None:
+def test_impossible_shares_are_refused(sbatch: Sbatch, words: str, said: str) -> None:
     with pytest.raises(DualevalError) as caught:
         call(*words.split())
     assert said in str(caught.value)

@@ -77,7 +77,7 @@ def save(path: Path, seed: int) -> None:
         ("best.pt", None),
     ],
 )
-def test_the_step_of_a_name(name: str, step: int | None) -> None:
+def test_a_step_is_the_number_in_a_checkpoints_name(name: str, step: int | None) -> None:
     assert step_of(name) == step
 
 
@@ -127,7 +127,7 @@ def test_a_marker_says_what_is_complete(tmp_path: Path) -> None:
         assert [each.name for each in found] == ["a1.pt", "b4"]
 
 
-def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
+def test_every_and_until_step_choose_the_checkpoints(tmp_path: Path) -> None:
     found = [Checkpoint(name=f"{step}", path="", step=step, stamp="") for step in (5, 10, 20, 25)]
     found.append(Checkpoint(name="best", path="", step=None, stamp=""))
 
@@ -146,7 +146,7 @@ def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
     assert stop.has_ended([])
 
 
-def test_a_training_that_is_faster_is_said(tmp_path: Path) -> None:
+def test_a_training_faster_than_its_evaluation_is_warned_of(tmp_path: Path) -> None:
     """By what came since the first look; again when twice as many wait."""
     notes: list[str] = []
     watching: Any = Watching(
@@ -226,7 +226,7 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
         (["--batch-size", "8"], "is the folder of a watcher with other options.*batch_size"),
     ],
 )
-def test_wrong_words(
+def test_wrong_options_are_refused(
     more: Sequence[str], says: str, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--batch-size" in more:
@@ -251,7 +251,7 @@ def test_wrong_words(
         ),
     ],
 )
-def test_a_folder_that_is_renamed_between_two_checkpoints(
+def test_a_renamed_folder_ends_the_watch_and_is_not_made_again(
     lost: str,
     more: Sequence[str],
     says: str,
@@ -280,7 +280,7 @@ def test_a_folder_that_is_renamed_between_two_checkpoints(
     assert len(re.findall(r"(?m)^dualeval: epoch\S+: ", capsys.readouterr().err)) == 2
 
 
-def test_side_files_that_are_damaged(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_job_json_in_a_run_is_refused(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And a folder with a file of torch.save is a checkpoint."""
     for name in ("epoch1.pt", "epoch2.pt"):
         (pictures / "ckpts" / name).unlink()
@@ -328,7 +328,7 @@ def task(weights="last.pt"):
 """
 
 
-def test_a_task_of_ones_own_whose_code_changes_meanwhile(pictures: Path, launch: Launch) -> None:
+def test_rows_of_a_task_before_its_code_changed_are_not_ranked(pictures: Path, launch: Launch) -> None:
     (pictures / "mine.py").write_text(OWN)
     command: list[str | Path] = [
         *(*WATCH, "ckpts", "--out", "runs", "--task", "mine.py:task", "--settle", "0.1", "--best", "best.pt"),
@@ -356,7 +356,7 @@ def test_a_task_of_ones_own_whose_code_changes_meanwhile(pictures: Path, launch:
     assert done.stderr.count("no new checkpoint came, and nothing was evaluated") == 1
 
 
-def test_what_is_waited_for_is_said(
+def test_checkpoints_without_a_marker_are_named_as_waited_for(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And what lacks its marker does not keep the watcher from its end."""
@@ -384,7 +384,7 @@ def held(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
 
 
-def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) -> None:
+def test_a_second_watcher_goes_on_with_a_killed_ones_checkpoint(launch: Launch, pictures: Path) -> None:
     """The killed one's checkpoint is gone on with by the other, and nothing is evaluated twice."""
     variables = held(pictures)
     command = [*WATCH, *options("--until-step", "10", model="slow:Slow")]
@@ -405,7 +405,7 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
     assert {row["status"] for row in leaderboard(pictures)} == {"done"}
 
 
-def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:
+def test_two_ranks_stop_by_a_signal_and_the_next_watch_goes_on(launch: Launch, pictures: Path) -> None:
     """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
     command: list[str | Path] = [
         *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest"))

@@ -44,7 +44,7 @@ def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
         raise UsageError(f"{path}, line 1 is {names[0]!r}, which only Excel reads. Remove it.")
     other = next((each for each in ",\t;|" if each != delimiter and each in names[0]), None)
     if other is not None and len(names) == 1:
-        suffix = {own: suffix for suffix, own in _DELIMITERS.items()}.get(other)
+        suffix = {separator: suffix for suffix, separator in _DELIMITERS.items()}.get(other)
         advice = f"rename it to {path.with_suffix(suffix).name}" if suffix else _WITH_COMMAS % (path, other)
         raise UsageError(f"{path} has one column, {names[0]!r}. Where {other!r} separates columns, {advice}")
 

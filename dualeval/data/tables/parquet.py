@@ -51,8 +51,8 @@ def open_table(
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
     """The names of classes by column, as Hugging Face's library writes them beside the rows."""
-    said = json.loads(metadata.get(b"huggingface", b"{}"))
-    features = said.get("info", {}).get("features", {})
+    content = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = content.get("info", {}).get("features", {})
     return {
         column: tuple(feature["names"])
         for column, feature in features.items()

@@ -52,12 +52,12 @@ class ModelOptions:
         """The task; models of one run share what is read with the cache."""
         from dualeval import tasks
 
-        given = {**self._given(), **of_python}
+        arguments = {**self._arguments(), **of_python}
         kind = getattr(tasks, type(self).__name__.removesuffix("Options"))
-        task: Task = kind(metrics=given.pop("metric"), cache=cache, **given)
+        task: Task = kind(metrics=arguments.pop("metric"), cache=cache, **arguments)
         return task
 
-    def _given(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
@@ -80,9 +80,9 @@ class PictureOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.download and not (self.weights and is_published_name(self.weights)):
-            found = "is not given" if self.weights is None else f"is {self.weights}"
+            state = "is not given" if self.weights is None else f"is {self.weights}"
             raise UsageError(
-                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
+                f"--download fetches weights that torchvision publishes, and --weights {state}. Give "
                 "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
             )
 
@@ -103,13 +103,13 @@ class PictureOptions(ModelOptions):
         if self.download and self.model and self.weights and getattr(self, "data", None):
             self.source().download(self.weights)
 
-    def _given(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         from dualeval.models.classifiers import arguments_of
 
-        given = super()._given()
-        del given["download"]
-        given["model_arguments"] = arguments_of(given.pop("model_arg"))
-        return given
+        arguments = super()._arguments()
+        del arguments["download"]
+        arguments["model_arguments"] = arguments_of(arguments.pop("model_arg"))
+        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,5 +195,5 @@ class _Shared:
 
 def same(name: str) -> Any:
     """A field that several tasks have."""
-    found = next(each for each in fields(_Shared) if each.name == name)
-    return field(default=found.default, metadata=found.metadata)
+    shared = next(each for each in fields(_Shared) if each.name == name)
+    return field(default=shared.default, metadata=shared.metadata)
