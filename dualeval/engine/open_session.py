@@ -133,8 +133,8 @@ class OpenSession:
             progress: how many are done, as a sentence; shown if the run is stopped.
             last: no evaluation follows: a signal after the result is written has no effect.
 
-            Returns:
-                The result of ``work``, and None; or None and the failure, the same on every rank.
+        Returns:
+            The result of ``work``, and None; or None and the failure, the same on every rank.
 
         Raises:
             PeerError: another rank failed, and the run ends.
@@ -213,8 +213,8 @@ class OpenSession:
             look: called on rank 0; returns plain values, or None if there is nothing yet.
             progress: how many are done, as a sentence; shown if the session is stopped meanwhile.
 
-            Returns:
-                Rank 0's value, on every rank.
+        Returns:
+            Rank 0's value, on every rank.
 
         Raises:
             PeerError: another rank failed.

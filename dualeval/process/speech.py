@@ -119,9 +119,3 @@ def how_to_resume(folder: Path | None) -> str:
     paths = () if folder is None else (folder.parent, folder)
     out = next((f", with --out {path}," for path in paths if _NAMED_BY_TIME.fullmatch(path.name)), "")
     return f"the same command again{out} to resume"
-
-
-# -- errors that were concluded ----------------------------------------------------------------------------
-
-
-# -- signals -----------------------------------------------------------------------------------------------

@@ -170,6 +170,3 @@ def _end(number: int, sentence: str, code: int) -> None:
         except OSError:
             os._exit(code)  # nobody reads it
     os._exit(code if _exit_code is None else _exit_code)
-
-
-# -- standard streams ----------------------------------------------------------------------------------

@@ -325,6 +325,3 @@ def _in_training(model: nn.Module) -> list[str]:
 def _named(names: list[str]) -> str:
     shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
     return f"{counted(len(names), 'module')}: {shown}"
-
-
-# -- folding -----------------------------------------------------------------------------------------------
