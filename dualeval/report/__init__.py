@@ -1,1 +1,4 @@
-"""How a run and its result are shown to people; reads a Result and knows no engine."""
+"""How a run and its result are shown to people; it reads results and comparisons, and knows no engine.
+
+Begin with ``table.py``; the page is in ``page/``, trackers in ``loggers/``.
+"""

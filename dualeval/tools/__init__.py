@@ -1,1 +1,4 @@
-"""What stands around the engine and is not it: the engine, tasks and launch know nothing of these."""
+"""What stands around the engine, each with its command: the engine, tasks and launch know nothing of these.
+
+Each tool imports the command line and all below it, and of the tools ``starts.py`` and ``node_facts.py``.
+"""
