@@ -120,7 +120,7 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: L
 
 def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
     leave = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(say('saved')))"
-    code = f"{leave}; __import__('dualeval.process.start').process_start.end_with_launcher(); {WAIT}"
+    code = f"{leave}; __import__('dualeval.process.start').process.start.end_with_launcher(); {WAIT}"
     with launch.started(parent(2, code)) as process:
         wait_for_ranks(process, 2)
         process.kill()

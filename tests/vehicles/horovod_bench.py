@@ -52,7 +52,7 @@ def source_tree(folder: Path) -> Path:
 # Does as pip does: a source archive, a wheel of it, and its installation; and writes down how it was called.
 FALSE_PIP = """
 import json, os, pathlib, shutil, subprocess, sys, tarfile, time, zipfile
-here = pathlib.Path(__file__).resolve().parents[2]
+here = pathlib.Path(__file__).resolve().parent.parent
 words = sys.argv[1:]
 with open(here / "calls", "a") as calls:
     calls.write(json.dumps([words, {name: value for name, value in os.environ.items()}]) + "\\n")
