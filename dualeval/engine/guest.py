@@ -39,7 +39,7 @@ class Guest(Strategy):
 
     def build(self) -> nn.Module:
         run = self._run
-        model = moved(self._snapshot.take(built(self._task, run)), run.device)
+        model = moved(self._snapshot.take(built(self._task.build_model, run)), run.device)
         run.note_all(self._snapshot.share_buffers(model, run.backend, run.control))
         return model
 

@@ -130,14 +130,16 @@ class Session(OpenSession):
         """
         from dualeval.engine.run import evaluate
 
-        if loggers != () or step is not None:
-            from dualeval.report.loggers.loggers import check_installed, targets_of
         if report:
             from dualeval.report.page.page import check_report, write_at_end
 
         self._check_usable()
         run_options = run_options_of(**options)
-        targets = targets_of(loggers, step) if loggers != () or step is not None else []
+        targets: Sequence[Any] = ()
+        if loggers != () or step is not None:
+            from dualeval.report.loggers.loggers import check_installed, targets_of
+
+            targets = targets_of(loggers, step)
         self._watch.begin()
         with self._concluding():
             if targets and self.world.is_main:
@@ -219,7 +221,7 @@ class Session(OpenSession):
         with self._concluding():
             run = self._run(run_options, job, None, cores=self.cores)
             if run_options.reference is not None:
-                Reference.open(run_options.reference)
+                Reference.open(run_options.reference)  # refused before anything is built
             try_out(task, run)
         self._idle()
         return {**run.job, **task.options()}

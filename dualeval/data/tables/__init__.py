@@ -1,1 +1,1 @@
-"""The forms of tables, a file each, in the table of ``data/table.py``. Begin there."""
+"""The forms of tables, a file each, as ``TABLES`` of ``data/set_names.py`` names them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -34,7 +34,7 @@ class Strategy:
 
     def build(self) -> nn.Module:
         """The task's model, on the device."""
-        return moved(built(self._task, self._run), self._run.device)
+        return moved(built(self._task.build_model, self._run), self._run.device)
 
     def prepare(
         self, dataset: Dataset, model: nn.Module, stack: ExitStack
@@ -65,10 +65,10 @@ class Strategy:
         return evaluate_all(evaluation, loop, settings)
 
 
-def built(task: Task, run: Run) -> nn.Module:
-    """The task's model, where the task has put it."""
+def built(build: Callable[[torch.device], nn.Module], run: Run) -> nn.Module:
+    """The model that a method of the task builds, where the task has put it."""
     with run.precision.forward_context(run.device)():
-        model = task.build_model(run.device)
+        model = build(run.device)
     check_initialized(model)
     return model
 

@@ -11,7 +11,8 @@ from dualeval.engine.device.divided import has_late
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.loop.forward import settle_layout
-from dualeval.engine.model.preparation import check_initialized, check_model
+from dualeval.engine.loop.strategy import built
+from dualeval.engine.model.preparation import check_model
 from dualeval.engine.sharding.fsdp import check_torch
 from dualeval.engine.sharding.lockstep import Lockstep
 from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
@@ -38,9 +39,7 @@ class Sharded(Lockstep):
 
     def build(self) -> nn.Module:
         """The task's model, which stays where it was built."""
-        with self._run.precision.forward_context(self._run.device)():
-            model = self._task.build_late(self._run.device)
-        check_initialized(model)
+        model = built(self._task.build_late, self._run)
         check_owned(self._task, model, self._caller)
         return model
 
