@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
-from dualeval.launch.launchers import LAUNCHERS
-from dualeval.launch.launchers.base import Environment, LeftOver, Variable
-from dualeval.launch.launchers.env import LAUNCHER as ENV
-from dualeval.launch.launchers.slurm import LAUNCHER as SRUN
-from dualeval.launch.launchers.torchrun import LAUNCHER as TORCHRUN
+from dualeval.launch.launchers import LAUNCHERS, is_traced
+from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launcher, LeftOver, Variable
 from dualeval.messages import did_you_mean
 from dualeval.world import World
 
@@ -99,7 +96,12 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
     """Like ``detect``, with the reasons; a launcher's wrong variables become ``error`` and are not raised."""
-    variables = {each.name: each.variables_in(environ) for each in LAUNCHERS.values() if each.rank}
+    traced = {each.name: each for each in _traced(environ)}
+    variables = {
+        name: traced[name].variables_in(environ) if name in traced else ()
+        for name in LAUNCHERS
+        if name != "none"
+    }
     promised = promised_gpus(environ)
     try:
         if launcher is not None:
@@ -119,10 +121,14 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
     )
 
 
+def _traced(environ: Mapping[str, str]) -> Iterator[Launcher]:
+    return (LAUNCHERS[name] for name in LAUNCHERS if is_traced(name, environ))
+
+
 def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
     """The first probe's answer, and the first left-over variables that were skipped before it."""
     left_over = None
-    for launcher in LAUNCHERS.values():
+    for launcher in _traced(environ):
         try:
             world = launcher.probe(environ)
         except LeftOver as error:
@@ -137,11 +143,11 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
 def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     """The error if variables show one process of several, but no launcher's are complete; else None."""
     # A batch script and an salloc shell are number 0 of their job.
-    of_srun = Environment(SRUN, environ)
-    missing = of_srun.missing()
-    if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
-        return of_srun.half_set(missing)
-    message = _unread_rank(environ, ", ".join(name for name in LAUNCHERS if name not in (ENV.name, "none")))
+    if any(environ.get(name, "0") != "0" for name in ("SLURM_PROCID", "SLURM_LOCALID")):
+        of_srun = Environment(LAUNCHERS["srun"], environ)
+        if missing := of_srun.missing():
+            return of_srun.half_set(missing)
+    message = _unread_rank(environ, ", ".join(name for name in LAUNCHERS if name not in ("env", "none")))
     return LaunchError(message) if message else None
 
 
@@ -152,16 +158,17 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     same rank. A script may also have set them on purpose. We cannot tell the two cases apart, nor whether
     Flux started mpirun or mpirun started Flux: the user has to say.
     """
-    if TORCHRUN.mark in environ:
+    if MARK_OF_TORCHRUN in environ:
         return False
-    plain = TORCHRUN if world.launcher == TORCHRUN.name else ENV
-    in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((one, one.contradicts) for one in LAUNCHERS.values())]
-    for source, launchers in in_doubt:
-        answer = _answer(environ, source.name)
+    plain = "torchrun" if world.launcher == "torchrun" else "env"
+    in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((one.name, one.contradicts) for one in _traced(environ))]
+    for name, launchers in in_doubt:
+        answer = _answer(environ, name)
         others = [_answer(environ, launcher) for launcher in launchers] if answer else []
         for other in others:
             if answer and other and (other.rank, other.size) != (answer.rank, answer.size):
-                unmarked = f", without torchrun's own mark {TORCHRUN.mark}," if source is plain else ""
+                unmarked = f", without torchrun's own mark {MARK_OF_TORCHRUN}," if name == plain else ""
+                source = LAUNCHERS[name]
                 names = " ".join(name for name in source.all if name in environ)
                 raise Environment(source, environ).error(
                     f"{other.launcher} started this process as rank {other.rank} of {other.size}, and the "
@@ -169,13 +176,13 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
                     f"Type 'unset {names}', or choose with --launcher {other.launcher} or --launcher "
                     f"{answer.launcher}",
                 )
-    return _answer(environ, ENV.name) is not None
+    return _answer(environ, "env") is not None
 
 
 def _answer(environ: Mapping[str, str], launcher: str) -> World | None:
     """The World by a launcher's variables; None if they are incomplete."""
     try:
-        return LAUNCHERS[launcher].probe(environ)
+        return LAUNCHERS[launcher].probe(environ) if is_traced(launcher, environ) else None
     except LaunchError:
         return None
 
@@ -197,7 +204,7 @@ def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
 
 def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | None) -> Iterator[str]:
     if left_over is not None:
-        names = [name for name in TORCHRUN.needed if name in environ]
+        names = [name for name in LAUNCHERS["torchrun"].needed if name in environ]
         yield (
             f"{', '.join(f'{name}={environ[name]}' for name in names)} {'is' if len(names) == 1 else 'are'} "
             f"left over or another tool's and ignored: {world.launcher} started this process. "
@@ -215,7 +222,9 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
 def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
     order = list(LAUNCHERS)
     # Not env: its variables are also torchrun's.
-    for launcher in order[order.index(world.launcher) + 1 : order.index(ENV.name)]:
+    for launcher in order[order.index(world.launcher) + 1 : order.index("env")]:
+        if not is_traced(launcher, environ):
+            continue
         try:
             place = LAUNCHERS[launcher].probe(environ)
         except LaunchError as error:

@@ -28,21 +28,21 @@ _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _EVALUATING = ("run", "watch", "finish")
 _STOPPABLE = (*_EVALUATING, "score")
-# By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
-# the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
-# allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open
-# MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is
-# whoever sets such names, so launchers that have names of their own are asked before. "none" stays last: it
-# always answers.
-RANK_VARIABLES = {
-    "torchrun": "RANK",
-    "horovodrun": "HOROVOD_RANK",
-    "flux": "FLUX_TASK_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mpich": "PMI_RANK",
-    "slurm": "SLURM_PROCID",
-    "env": "RANK",
-    "none": "",
+# By file of launch/launchers, how the names of its variables begin; the first is the rank's. They are asked
+# in this order, the innermost launcher first: torchrun may run inside a task of any other, and horovodrun
+# inside an allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part
+# of Open MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env"
+# is whoever sets such names, so launchers that have names of their own are asked before. "none" stays last:
+# it always answers.
+VARIABLES = {
+    "torchrun": ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC_"),
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_"),
+    "mpich": ("PMI_RANK", "PMI_", "MPI_"),
+    "srun": ("SLURM_PROCID", "SLURM_"),
+    "env": ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_"),
+    "none": (),
 }
 
 
@@ -123,7 +123,7 @@ def say_if_ended(sentence: str) -> None:
 
 def may_print(environ: Mapping[str, str]) -> bool:
     """Whether this process is one to print what all ranks would: no launcher says that it is a later one."""
-    return all(environ.get(name, "0") == "0" for name in RANK_VARIABLES.values() if name)
+    return all(environ.get(name, "0") == "0" for names in VARIABLES.values() for name in names[:1])
 
 
 _process = 0

@@ -19,9 +19,9 @@ import click
 
 from dualeval.errors import DualevalError, LaunchError
 from dualeval.launch.cores import usable_cores
-from dualeval.launch.launchers import WAYS
-from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks, is_step_of_tasks, under_srun
+from dualeval.launch.launchers.srun import expand_hosts, expand_tasks, is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
+from dualeval.launch.ways import WAYS
 from dualeval.tools.starts import ask
 
 # Those of all ways to start ranks, and that by which some reach other nodes.

@@ -23,8 +23,9 @@ import click
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import detect
-from dualeval.launch.launchers import WAYS, may_start_ranks, start_words, why_not
+from dualeval.launch.launchers import may_start_ranks
 from dualeval.launch.site import Site, default_ranks, spread
+from dualeval.launch.ways import WAYS, start_words, why_not
 
 # Launchers start ranks in sessions of their own: they are found by this variable, however far they went.
 _MARK = "DUALEVAL_STARTED_BY"
@@ -229,7 +230,7 @@ def new_folder(out: Path | None, tool: str) -> tuple[Path, str]:
 class Start:
     """One start of ranks in a launcher."""
 
-    # A name of `launch.launchers.WAYS`.
+    # A name of `launch.ways.WAYS`.
     launcher: str
     # Which backend is asked for.
     backend: str

@@ -1,76 +1,51 @@
-"""The launchers, one file each, and how ranks are started with them.
+"""The launchers, one file each, imported where one of its variables is set.
 
-A further one is a file beside these and a line in ``RANK_VARIABLES``.
+A further one is a file beside these and a line in ``VARIABLES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-from dualeval.errors import UsageError
-from dualeval.launch.launchers.base import Launcher, Way
-from dualeval.messages import counted
-from dualeval.process.start import RANK_VARIABLES
+from dualeval.launch.launchers.base import Launcher
+from dualeval.process.start import VARIABLES
 from dualeval.world import World
 
-if TYPE_CHECKING:
-    from dualeval.launch.site import Site
+__all__ = ["BACKENDS", "LAUNCHERS", "Launcher"]
 
-__all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
-
-_ALL: list[Launcher] = [import_module(f"{__name__}.{file}").LAUNCHER for file in RANK_VARIABLES]
-LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
-# One process first: it is what the others are compared with.
-_ONE_FIRST = (_ALL[-1], *_ALL)
-# How ranks can be started, and the backends that they can use.
-WAYS: Mapping[str, Way] = {way.name: way for launcher in _ONE_FIRST for way in launcher.ways}
-BACKENDS = tuple(dict.fromkeys(name for launcher in _ONE_FIRST for name in launcher.backends))
+# The backends that ranks can use.
+BACKENDS = ("single", "torch", "horovod", "mpi")
 
 
-def start_words(way: str, ranks: int, site: Site, number: int = 0) -> list[str]:
-    """Give the words before a command that start so many ranks of it."""
-    from dualeval.launch.site import spread
+class _Launchers(Mapping[str, Launcher]):
+    """The launchers by name, in the order of detection."""
 
-    return WAYS[way].words(site, spread(ranks, len(site.nodes)), number)
+    def __getitem__(self, name: str) -> Launcher:
+        if name not in VARIABLES:
+            raise KeyError(name)
+        launcher: Launcher = import_module(f"{__name__}.{name}").LAUNCHER
+        return launcher
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(VARIABLES)
 
-def why_not(way: str, backend: str, ranks: int, device: str, site: Site) -> str | None:
-    """Say why so many ranks of a backend cannot be started in a way on a site; None where they can."""
-    from dualeval.launch.site import spread
+    def __len__(self) -> int:
+        return len(VARIABLES)
 
-    entry = WAYS[way]
-    if entry.program is not None and entry.program not in site.programs:
-        return f"there is no {entry.program} on the PATH"
-    on_nodes = spread(ranks, len(site.nodes))
-    if problem := entry.lacks(site, on_nodes, backend):
-        return problem
-    for node, count in zip(site.nodes, on_nodes, strict=False):
-        if device != "cpu" and count > node.gpus:
-            gpus = counted(node.gpus, "GPU")
-            return f"{counted(count, 'rank')} on a node with {gpus}: each takes one of its own"
-    return None
+    def __contains__(self, name: object) -> bool:
+        return name in VARIABLES
 
 
-def choose_ways(names: Sequence[str]) -> list[str]:
-    """Check names of ways to start ranks, and give them in the order of the table, each once."""
-    for name in names:
-        if name not in WAYS:
-            raise UsageError(f"--launchers {name!r}: expected some of {', '.join(WAYS)}.")
-    return [name for name in WAYS if name in names]
+LAUNCHERS = _Launchers()
+
+
+def is_traced(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether any variable of a launcher's is set: no other has to be asked. "none" needs none."""
+    starts = VARIABLES[name]
+    return not starts or any(variable.startswith(starts) for variable in environ)
 
 
 def may_start_ranks(world: World) -> bool:
     """Whether a process may start ranks of its own: no launcher made it one of several."""
     return LAUNCHERS[world.launcher].may_start and world.size == 1
-
-
-def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Make the environment of launchers: without variables that would place the ranks of their steps.
-
-    Nor has it what makes this process itself a rank: ranks would find two launchers that disagree.
-    """
-    dropped = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
-    kept = {name: value for name, value in environ.items() if name not in dropped}
-    return {**kept, "PATH": f"{folder}:{environ.get('PATH', '/usr/bin:/bin')}"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import Environment, Launcher, Way
-from dualeval.launch.launchers.slurm import under_srun
+from dualeval.launch.launchers.srun import under_srun
 from dualeval.world import World
 
 if TYPE_CHECKING:

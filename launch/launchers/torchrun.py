@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launcher, Way
-from dualeval.launch.launchers.slurm import one_a_node
+from dualeval.launch.launchers.srun import one_a_node
 from dualeval.world import World
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.launch.launchers import BACKENDS, WAYS
+from dualeval.launch.launchers import BACKENDS
+from dualeval.launch.ways import WAYS
 from tests.backends.checks import CHECKS
 from tests.conftest import Finished, Launch
 from tests.vehicles.launchers import needs, start, variables

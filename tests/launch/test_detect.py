@@ -16,7 +16,7 @@ from dualeval.errors import EXIT_USAGE, LaunchError, UsageError
 from dualeval.launch import detect, examine
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.launch.launchers.base import Variable
-from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks
+from dualeval.launch.launchers.srun import expand_hosts, expand_tasks
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
 from tests.conftest import Launch

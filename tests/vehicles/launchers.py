@@ -8,8 +8,8 @@ from signal import SIGTERM
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.launch.launchers import start_words
 from dualeval.launch.site import Node, Site
+from dualeval.launch.ways import start_words
 from tests.conftest import BIN
 from tests.vehicles.requirements import MPI_WHEELS
 

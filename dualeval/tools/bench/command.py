@@ -20,8 +20,8 @@ from dualeval.atomic_files import write_text
 from dualeval.cli.options import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
-from dualeval.launch.launchers import child_environ, why_not
 from dualeval.launch.site import Site, default_ranks
+from dualeval.launch.ways import child_environ, why_not
 from dualeval.messages import counted
 from dualeval.options.choices import check_choice
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN

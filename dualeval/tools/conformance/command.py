@@ -20,8 +20,8 @@ import click
 from dualeval.atomic_files import write_text
 from dualeval.cli.options import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
-from dualeval.launch.launchers import WAYS, child_environ, choose_ways
 from dualeval.launch.site import Site
+from dualeval.launch.ways import WAYS, child_environ, choose_ways
 from dualeval.messages import counted
 from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
