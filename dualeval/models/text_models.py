@@ -17,6 +17,7 @@ from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.late_building import late_or_whole
+from dualeval.models.loading import load_state_dict
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.factory import ModuleModel
 from dualeval.models.transformers_folder import (
@@ -34,7 +35,6 @@ from dualeval.models.transformers_folder import (
 from dualeval.models.weights import (
     LoadedWeights,
     OtherClasses,
-    load_state_dict,
     notes_of,
     options_of,
     place_in_file,

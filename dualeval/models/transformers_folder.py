@@ -19,8 +19,10 @@ from dualeval.errors import UsageError
 from dualeval.messages import counted, listed
 from dualeval.models.checkpoints.checkpoint import read_state_dict, unread_beside
 from dualeval.models.late_building import NotLate, is_building
+from dualeval.models.loading import load_into
 from dualeval.models.model_errors import first_line
-from dualeval.models.weights import LoadedWeights, load_into, numbered
+from dualeval.models.prefixes import numbered
+from dualeval.models.weights import LoadedWeights
 from dualeval.vision_library import torchvision
 
 CONFIG = "config.json"

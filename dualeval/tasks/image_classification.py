@@ -19,6 +19,7 @@ from dualeval.messages import counted, first_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import ON_REQUEST, classification_metrics, observed_logits
 from dualeval.models import classifiers
+from dualeval.models.sources.fashion_cnn import EMBEDDED_WEIGHTS as EMBEDDED_WEIGHTS
 from dualeval.models.weights import OtherClasses, OtherShapes
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import picture_task
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 FASHION_MEAN = 0.2860
 FASHION_STD = 0.3530
 
-# Beside the data of the embedded job, which ships with this package, too.
-EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
 _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
-from dualeval.models.checkpoints.checkpoint import read_class_names
 from dualeval.options.choices import CLASS_ORDERS, check_choice
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ class FolderLabels:
         # Who says which class a folder is has no need of the checkpoint's names.
         if self.known is not None or self._weights is None or self.class_map or self.order:
             return labels
+        from dualeval.models.checkpoints.checkpoint import read_class_names  # for a user's checkpoint alone
+
         key, of_file = read_class_names(self._weights)
         named = KnownClasses(of=f"{self._weights} ({key})", names=of_file)
         if named.are_named(names):

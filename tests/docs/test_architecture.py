@@ -22,7 +22,7 @@ GROUND = {
     *("errors", "messages", "atomic_files", "user_code", "process", "vision_library", "columns.of_data"),
     *("options.choices", "options.evaluation", "options.fields", "options.precision"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
-    *("models.model_errors", "models.weights_name", "torch_errors"),
+    *("models.model_errors", "models.weights", "torch_errors"),
 }
 ALLOWED = {
     "door": {"metrics", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},

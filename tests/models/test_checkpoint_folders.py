@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import read_state_dict
+from dualeval.models.loading import load_into, load_state_dict
 from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.models.transformers_folder import refuse_foreign_kernels
-from dualeval.models.weights import LoadedWeights, load_into, load_state_dict
+from dualeval.models.weights import LoadedWeights
 from tests.conftest import ROOT, Launch
 from tests.models.test_weights import assert_equal, small
 from tests.vehicles.checkpoint_writers import tied

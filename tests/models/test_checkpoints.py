@@ -22,7 +22,8 @@ from torch.serialization import get_safe_globals, safe_globals
 
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.finding import KNOWN_KEYS
-from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
+from dualeval.models.loading import load_state_dict
+from dualeval.models.weights import LoadedWeights, notes_of
 from tests.models.test_checkpoint_folders import refused
 from tests.models.test_weights import CANARY, Canary, assert_equal, small
 

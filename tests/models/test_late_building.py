@@ -24,7 +24,8 @@ from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.weights import OtherClasses, load_state_dict
+from dualeval.models.loading import load_state_dict
+from dualeval.models.weights import OtherClasses
 from dualeval.tasks.question_answering import QuestionAnswering
 from tests.models.test_checkpoint_folders import save_distributed, sharded
 from tests.vehicles import questions

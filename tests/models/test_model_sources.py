@@ -22,8 +22,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.models import classifiers
 from dualeval.models.sources.factory import _OF_TRAINING
 from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, weights_of_file
-from dualeval.models.weights import LoadedWeights, OtherClasses
-from dualeval.models.weights_name import model_beside
+from dualeval.models.weights import LoadedWeights, OtherClasses, model_beside
 from dualeval.options.job import Job
 from dualeval.tasks import ImageClassification
 from dualeval.tasks.options.image_classification import ImageClassificationOptions

@@ -16,7 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import StateDict, read_state_dict
 from dualeval.models.late_building import late_model
-from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of, warnings_of
+from dualeval.models.loading import load_state_dict
+from dualeval.models.weights import LoadedWeights, notes_of, warnings_of
 from tests.models.test_weights import Renamed, assert_equal, small
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import checkpoint
-from dualeval.models.weights import load_into, load_state_dict
+from dualeval.models.loading import load_into, load_state_dict
 
 CANARY = "canary"
 

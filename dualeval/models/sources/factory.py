@@ -27,7 +27,7 @@ from dualeval.models.sources.source import (
     refuse_arguments,
     weights_of_file,
 )
-from dualeval.models.weights_name import is_published_name
+from dualeval.models.weights import is_published_name
 from dualeval.user_code.importing import own_module
 
 # What torch keeps in a module, but for buffers: some are in no state_dict.

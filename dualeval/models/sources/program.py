@@ -17,7 +17,7 @@ from dualeval.models.checkpoints.torch_files import SCRIPT, check_records, progr
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, refuse_arguments
-from dualeval.models.weights_name import PROGRAM_SUFFIXES
+from dualeval.models.weights import PROGRAM_SUFFIXES
 
 # What works otherwise in training, and the place of the argument that says so.
 _MODES = {"batch_norm": 5, "instance_norm": 5, "dropout": 2, "native_dropout": 2, "alpha_dropout": 2}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.checkpoint import StateDict, read_state_dict
-from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
-from dualeval.models.weights_name import check_weights_file, is_published_name
+from dualeval.models.weights import LoadedWeights, check_weights_file, is_published_name, seed_of
 from dualeval.process.status_line import doing
+
+if TYPE_CHECKING:
+    from dualeval.models.checkpoints.checkpoint import StateDict
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,6 +47,8 @@ class Loading:
     key: str | None = None
     # Of the names that are taken, as for `weights.load_state_dict`.
     prefix: str | None = None
+    # Whether the values stay in the file, for a model that is built late.
+    is_late: bool = False
     # Called with what was taken from a file that was given by its path.
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None
 
@@ -122,6 +125,10 @@ class ModelSource(ABC):
 
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
         """Make the model with weights that are in a file."""
+        # Not for weights that are drawn at random, or shipped.
+        from dualeval.models.checkpoints.checkpoint import read_state_dict
+        from dualeval.models.loading import load_state_dict
+
         assert weights.path is not None, "weights are in a file or drawn"
         state = read_state_dict(weights.path, loading.key, trust=self.trust)
         model = self.create(num_classes, entry=weights.entry)
@@ -161,7 +168,8 @@ class ModelSource(ABC):
         """As ``build``, without memory for the parameters: their values stay in the file."""
         from dualeval.models.late_building import late_or_whole
 
-        return late_or_whole(lambda: self.build(weights, num_classes, loading), note, self.why_whole(weights))
+        late = replace(loading or Loading(), is_late=True)
+        return late_or_whole(lambda: self.build(weights, num_classes, late), note, self.why_whole(weights))
 
     def why_whole(self, weights: WeightsSource) -> str | None:
         """Why a model is always built whole, in words that follow "because"; None where it is not."""

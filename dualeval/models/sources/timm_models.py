@@ -17,8 +17,7 @@ from dualeval.messages import nearest
 from dualeval.models import published
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, weights_of_file
-from dualeval.models.weights import OtherClasses
-from dualeval.models.weights_name import is_published_name
+from dualeval.models.weights import OtherClasses, is_published_name
 from dualeval.vision_library import torchvision
 
 PREFIX = "timm:"

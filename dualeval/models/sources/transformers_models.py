@@ -32,8 +32,7 @@ from dualeval.models.transformers_folder import (
     task_of,
     transformers_for,
 )
-from dualeval.models.weights import OtherClasses
-from dualeval.models.weights_name import is_published_name
+from dualeval.models.weights import OtherClasses, is_published_name
 
 PREFIX = "hf:"
 _WHAT = "--model hf:DIR"

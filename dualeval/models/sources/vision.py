@@ -14,7 +14,7 @@ from dualeval.messages import nearest
 from dualeval.models import published
 from dualeval.models.sources.fashion_cnn import EMBEDDED
 from dualeval.models.sources.source import ModelSource, WeightsSource, weights_of_file
-from dualeval.models.weights_name import is_published_name
+from dualeval.models.weights import is_published_name
 from dualeval.vision_library import torchvision
 
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualeval.errors import UsageError
-from dualeval.models.weights_name import (
-    check_weights_file,
-    function_beside,
-    is_path_of_weights,
-    is_published_name,
-)
+from dualeval.models.weights import check_weights_file, function_beside, is_path_of_weights, is_published_name
 from dualeval.options.choices import CLASS_ORDERS, DATA_FINGERPRINTS, QUOTINGS, check_mean, check_std
 from dualeval.options.fields import check_fields, option
 

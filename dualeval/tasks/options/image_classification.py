@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from dualeval.data.set_names import data_beside
-from dualeval.models.weights_name import model_beside
+from dualeval.models.weights import model_beside
 from dualeval.options.choices import SPLITS
 from dualeval.options.fields import option
 from dualeval.tasks.options.base import DATA, IMAGES, MODEL, PictureOptions, same

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dualeval.models.weights_name import model_beside
+from dualeval.models.weights import model_beside
 from dualeval.options.fields import option
 from dualeval.tasks.options.base import DATA, MODEL, PictureOptions, same
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dualeval.errors import LibraryError, UsageError, text_of, with_type
 from dualeval.messages import nearest
-from dualeval.models.weights_name import is_published_name
+from dualeval.models.weights import is_published_name
 from dualeval.options.fields import paths_in
 from dualeval.options.job import Job, is_several
 from dualeval.options.plugins import BUILT_IN
