@@ -9,16 +9,9 @@ from socket import gethostname
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from dualeval.world import World, place_by_hosts
+from dualeval.world import World, host_identity, place_by_hosts
 from dualeval.world.meetings import arrival
-from dualeval.world.network import (
-    LOOPBACK,
-    host_identity,
-    interface_of,
-    offered_addresses,
-    own_address_towards,
-    reach,
-)
+from dualeval.world.network import LOOPBACK, interface_of, offered_addresses, own_address_towards, reach
 from dualeval.world.store import names_of_absent, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S  # noqa: E402
-from dualeval.world.store import limit_for  # noqa: E402
+from dualeval.world.waiting import limit_for  # noqa: E402
 from tests.vehicles.control_ranks import fail_in_the_middle, on_many_ranks, stop_all  # noqa: E402
 
 RANKS_A_PROCESS = 64

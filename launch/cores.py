@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from dualeval.world.network import host_identity
+from dualeval.world import host_identity
 
 # Where the trees of cgroups are mounted: the second version's, and of the first the one for CPUs.
 _SECOND = ("sys/fs/cgroup",)

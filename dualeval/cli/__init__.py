@@ -21,9 +21,9 @@ from dualeval import __version__, errors
 from dualeval.launch import detect
 from dualeval.messages import printable_lines
 from dualeval.process import start as process_start
-from dualeval.process import streams
+from dualeval.process.start import unwritten
 from dualeval.process.status_line import LINE
-from dualeval.user_code.tracebacks import wants_debug
+from dualeval.user_code.origin import wants_debug
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _show_code(error, words)
         _say(errors.with_type(error), words)
         code = errors.EXIT_FAILED
-    problem = streams.unwritten()
+    problem = unwritten()
     # Whoever read it may have seen enough, as head.
     if code == errors.EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
         _say(f"standard output cannot be written: {problem.strerror}", words)

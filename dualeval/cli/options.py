@@ -17,8 +17,7 @@ from dualeval.messages import refuse_url
 from dualeval.options.evaluation import LAUNCH
 from dualeval.options.fields import Given, OptionField
 from dualeval.options.job import COMMON
-from dualeval.process.start import end_with
-from dualeval.process.streams import unwritten
+from dualeval.process.start import end_with, unwritten
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session

@@ -19,7 +19,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 from dualeval.process.speech import say
-from dualeval.process.streams import unwritten
+from dualeval.process.start import unwritten
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json
 

@@ -1,17 +1,23 @@
-"""What a run is given, before anything is built: a task, checked, and its samples."""
+"""What a run is given, before anything is built: a task, checked, its samples, and its strategy."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
+from torch import nn
+
 from dualeval.engine.control.progress import Stage
+from dualeval.engine.device.divided import check_sharded, is_sharded
 from dualeval.engine.job.run_state import Run
+from dualeval.engine.loop.strategy import Strategy
 from dualeval.engine.samples.feed import checked_workers, why_not_forked
 from dualeval.engine.samples.samples import as_dataset
 from dualeval.engine.samples.subset import drawn
 from dualeval.errors import UsageError
+from dualeval.options.choices import LOCKSTEP
 from dualeval.process.status_line import doing
 from dualeval.tasks import Dataset, Task
 
@@ -78,3 +84,31 @@ def automatic_workers(
         note(f"{why}: samples are read in the process that computes, as with --workers 0")
         return 0
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
+
+
+# -- the strategy: the plain one, or one that is imported where options or the caller ask for it --------
+
+
+@contextmanager
+def strategy_of(task: Task, run: Run) -> Iterator[Strategy]:
+    """The strategy that options and caller ask for, as long as the run lasts."""
+    kind = Strategy
+    if run.options.shard is not None:
+        from dualeval.engine.sharding.sharded import Sharded as kind
+    elif run.guest:
+        from dualeval.engine.guest import Guest as kind
+    strategy = kind(task, run)
+    with strategy.lasting():
+        yield strategy
+
+
+def strategy_for(model: nn.Module, strategy: Strategy, task: Task, run: Run) -> Strategy:
+    """The strategy for a model as it was built: its own forward may take all ranks."""
+    if run.options.shard is not None:
+        return strategy
+    check_sharded(model, run.backend.world)
+    if run.options.schedule != LOCKSTEP and not is_sharded(model):
+        return strategy
+    from dualeval.engine.sharding.lockstep import Lockstep
+
+    return Lockstep(task, run)

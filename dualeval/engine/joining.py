@@ -15,17 +15,17 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.values.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
 from dualeval.process.signals import Signals
-from dualeval.process.speech import say
-from dualeval.process.start import may_print
-from dualeval.process.status_line import LINE
-from dualeval.process.uncaught import (
+from dualeval.process.speech import (
     conclude_quietly,
     install_hook,
     note_outer_hook,
     remove_hook,
+    say,
     say_if_uncaught,
 )
-from dualeval.user_code.tracebacks import wants_debug
+from dualeval.process.start import may_print
+from dualeval.process.status_line import LINE
+from dualeval.user_code.origin import wants_debug
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend

@@ -16,8 +16,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.joining import Joined
 from dualeval.engine.values.options import SessionOptions
 from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
-from dualeval.process.speech import say
-from dualeval.process.uncaught import conclude_quietly
+from dualeval.process.speech import conclude_quietly, say
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -31,9 +31,8 @@ from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import CallersModels, unwrapped
 from dualeval.engine.job.agreement import agree
-from dualeval.engine.job.evaluation import Evaluation, evaluation_of, plan_of
+from dualeval.engine.job.evaluation import Evaluation, compute_alone, evaluation_of, plan_of
 from dualeval.engine.job.opened import open_rows
-from dualeval.engine.job.reading import compute_alone
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.loop import Loop
 from dualeval.engine.model.preparation import check_initialized, training_note

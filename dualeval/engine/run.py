@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 
 from torch import nn
 
-from dualeval.engine.building import check, samples_of
+from dualeval.engine.building import check, samples_of, strategy_for, strategy_of
 from dualeval.engine.checks.repeatability import as_before
 from dualeval.engine.checks.replay import prove, stored_batches
 from dualeval.engine.device import numerics
@@ -25,7 +25,6 @@ from dualeval.engine.loop.forward import first_columns
 from dualeval.engine.loop.loop import Loop
 from dualeval.engine.loop.strategy import Strategy
 from dualeval.engine.model.preparation import compiler_settings, set_evaluation_mode
-from dualeval.engine.strategies import strategy_for, strategy_of
 from dualeval.process.status_line import doing
 from dualeval.result import Result
 from dualeval.tasks import Dataset, Task

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_double
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
-from dualeval.metrics.means import mean_of_sum
+from dualeval.metrics.means import Moments, mean_of_sum
 from dualeval.metrics.metric import PERCENT, Measured, Value
-from dualeval.metrics.moments import Moments
 from dualeval.metrics.scores import Score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from dualeval.columns.late import KEEPING_LATE, keeps_late
-from dualeval.data.cache import DataCache
 from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
@@ -30,6 +29,7 @@ from dualeval.tasks.options.image_classification import ImageClassificationOptio
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
 
 if TYPE_CHECKING:
+    from dualeval.data.cache import DataCache
     from dualeval.tasks.image_data import ImageData
 
 # Mean and standard deviation of Fashion-MNIST's training pixels, scaled to [0, 1].
@@ -107,7 +107,7 @@ class ImageClassification(picture_task.PictureTask):
         self._class_order = settings.class_order
         self._asked_classes = settings.num_classes
         whole_files = settings.data_fingerprint == "content"
-        self._preprocessing, self._dataset = self._open_data(asked, whole_files, cache or DataCache())
+        self._preprocessing, self._dataset = self._open_data(asked, whole_files, cache)
         self._data_fingerprint = "content" if self._data.is_small else settings.data_fingerprint
         self._metric_names = settings.metric
         self._model_detail = ""
@@ -118,7 +118,7 @@ class ImageClassification(picture_task.PictureTask):
         return not self._dataset.in_memory
 
     def _open_data(
-        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
+        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache | None
     ) -> tuple[picture_task.ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images; sets the number of classes."""
         data, flags = self._data, dict(asked)

@@ -99,9 +99,10 @@ class DataSource:
 
         return len(imagenet_wnids())
 
-    def read_small(self, cache: DataCache, known: KnownClasses | None) -> SmallImages:
+    def read_small(self, cache: DataCache | None, known: KnownClasses | None) -> SmallImages:
         """Read small images."""
-        images = cache.once(("small images", self.text, self._options.split), self._small)
+        key = ("small images", self.text, self._options.split)
+        images = self._small() if cache is None else cache.once(key, self._small)
         return images if images.labels.names else images.with_labels(indices_of_classes((), known))
 
     def _small(self) -> SmallImages:
@@ -110,7 +111,7 @@ class DataSource:
         split = None if self._options.split is None else IDX_SPLITS[self._options.split]
         return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
 
-    def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache) -> ImageData:
+    def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache | None) -> ImageData:
         """Open pictures in files; what is done to each is decided afterwards (``prepared``)."""
         # With Pillow, which small images do without.
         from dualeval.data.labelled_images import ImageFolder, ManifestImages

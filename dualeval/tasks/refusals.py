@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import are_probabilities
-from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
-from dualeval.torch_errors import TorchError
-from dualeval.user_code.tracebacks import is_raised_by_own_code
+from dualeval.user_code.origin import is_raised_by_own_code
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"
@@ -173,6 +171,9 @@ def refused_images(
     error: Exception, name: str, model: nn.Module, images: Tensor, size: str, wanted: Normalisation
 ) -> DualevalError:
     """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
+    from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
+    from dualeval.torch_errors import TorchError
+
     shape = tuple(images.shape[1:])
     text = first_line(error)
     # torch says by these what shapes and dtypes do not fit; any other is an error of the code.

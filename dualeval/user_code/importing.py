@@ -12,7 +12,7 @@ from types import ModuleType
 from dualeval.errors import LibraryError, UsageError, text_of, with_type
 from dualeval.messages import nearest
 from dualeval.torch_errors import TorchError
-from dualeval.user_code.tracebacks import PACKAGE
+from dualeval.user_code.origin import PACKAGE
 
 
 def importable(folder: Path) -> None:

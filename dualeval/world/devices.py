@@ -19,8 +19,7 @@ from dualeval.backends.base import Backend
 from dualeval.errors import BackendError, DualevalError, UsageError
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.launch.gpus import Gpu, Sight, as_callers_chose, choose_gpus
-from dualeval.world import World
-from dualeval.world.network import host_identity
+from dualeval.world import World, host_identity
 from dualeval.world.waiting import STARTED, waiting
 
 _CPU = torch.device("cpu")

@@ -70,17 +70,10 @@ def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
     return None, tried
 
 
-def host_identity() -> str:
-    """A text that two processes share if and only if they see the same network interfaces of the same kernel.
-
-    Without such files in /proc, as in some sandboxes: the host's name and its addresses.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
-    except FileNotFoundError:
-        addresses = sorted(filter(None, map(_address_of, _interfaces())))
-        return f"{socket.gethostname()}.{','.join(addresses)}"
+def named_by_addresses() -> str:
+    """This host's name and addresses."""
+    addresses = sorted(filter(None, map(_address_of, _interfaces())))
+    return f"{socket.gethostname()}.{','.join(addresses)}"
 
 
 def own_address_towards(host: str) -> str | None:

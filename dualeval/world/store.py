@@ -18,27 +18,10 @@ from dualeval.world.waiting import not_come
 # torch looks up the name of each address that it connects to, and waits 10 s for a name server that does not
 # answer.
 _CONNECT = timedelta(seconds=60)
-# Requests a second to rank 0 for each of two purposes: ranks that wait in meetings also send heartbeats. Its
-# store can answer several times as many, beside an evaluation.
-_ANSWERS_A_S = 2500
-_LIMITS_HOLD_FOR = 1000
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
 # Connections to each other rank while ranks join: on the serving rank, one in the store; one in gloo's mesh.
 JOINING = 2
-
-
-def pause_for(size: int, requests: float, least_s: float) -> float:
-    """How long each rank waits between its requests, so that rank 0 can answer all ranks."""
-    return max(least_s, size * requests / _ANSWERS_A_S)
-
-
-def limit_for(size: int, seconds: float) -> float:
-    """How long to wait for other ranks at an exit, given the seconds that suffice for a thousand ranks.
-
-    All limits that depend on the number of ranks are computed by it: they grow like ``pause_for``.
-    """
-    return seconds * max(1.0, size / _LIMITS_HOLD_FOR)
 
 
 def allow_connections(count: int, who: str) -> None:

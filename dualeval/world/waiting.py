@@ -30,6 +30,10 @@ SECOND_WORD_S = 60.0
 # Seconds to wait for the thread's end: it may be waiting for an answer itself.
 _LEAVE_S = 1.0
 _MOST_RANGES = 8
+# Requests a second to rank 0 for each of two purposes: ranks that wait in meetings also send heartbeats. Its
+# store can answer several times as many, beside an evaluation.
+_ANSWERS_A_S = 2500
+_LIMITS_HOLD_FOR = 1000
 
 
 @contextmanager
@@ -149,3 +153,19 @@ def _spoken_by_a_process(sentence: tuple[str, str]) -> Iterator[None]:
     ):
         # Leaving the block closes the process's standard input, and waits for its exit.
         yield
+
+
+# -- how long ranks wait, by their number --------------------------------------------------------------
+
+
+def pause_for(size: int, requests: float, least_s: float) -> float:
+    """How long each rank waits between its requests, so that rank 0 can answer all ranks."""
+    return max(least_s, size * requests / _ANSWERS_A_S)
+
+
+def limit_for(size: int, seconds: float) -> float:
+    """How long to wait for other ranks at an exit, given the seconds that suffice for a thousand ranks.
+
+    All limits that depend on the number of ranks are computed by it: they grow like ``pause_for``.
+    """
+    return seconds * max(1.0, size / _LIMITS_HOLD_FOR)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.engine.samples.ids import digest_of
+from dualeval.engine.samples.subset import digest_of
 from tests.conftest import ROOT, Launch
 from tests.engine.test_engine_ranks import run_ranks
 from tests.vehicles.assets import build_pictures

@@ -22,7 +22,7 @@ from dualeval.cli import dualeval as command
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.metrics import Mean
 from dualeval.tasks.image_classification import ImageClassification
-from dualeval.user_code.tracebacks import own_code
+from dualeval.user_code.origin import own_code
 from tests.conftest import working_module
 
 CPU = torch.device("cpu")

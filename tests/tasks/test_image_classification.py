@@ -21,7 +21,7 @@ from dualeval.tasks.image_classification import (
     FASHION_STD,
     ImageClassification,
 )
-from dualeval.user_code.tracebacks import own_code
+from dualeval.user_code.origin import own_code
 from tests.conftest import working_module
 from tests.data.test_idx import idx, write
 

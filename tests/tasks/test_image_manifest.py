@@ -22,7 +22,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import TABLES
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.labels import FolderLabels
-from dualeval.user_code.tracebacks import own_code
+from dualeval.user_code.origin import own_code
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_image_labels import MODELS, class_map, lay_out, task

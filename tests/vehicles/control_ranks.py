@@ -21,7 +21,7 @@ from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import EXIT_STOPPED, UsageError
 from dualeval.world import World
-from dualeval.world.store import limit_for
+from dualeval.world.waiting import limit_for
 
 LIMIT_S = 300.0
 

@@ -23,8 +23,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.transfer import map_batch
 from dualeval.engine.identity.hasher import digest_of
-from dualeval.engine.job.evaluation import Evaluation
-from dualeval.engine.job.reading import read_alone
+from dualeval.engine.job.evaluation import Evaluation, read_alone
 from dualeval.engine.model.compute import THREADS, Compute, is_compiled, usable_threads
 from dualeval.engine.model.kept import OF_TASK, Kept, plain_values
 from dualeval.engine.model.snapshot import Generators, Snapshot

@@ -17,7 +17,8 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from dualeval.engine.control.progress import Name
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
-from dualeval.world.store import limit_for, names_of_absent, pause_for
+from dualeval.world.store import names_of_absent
+from dualeval.world.waiting import limit_for, pause_for
 
 _SPEAK_WITHIN_S = 3.0
 _SHORTEST_PAUSE_S = 0.001

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualeval.engine.control.progress import Heartbeat, Name, Stage
-from dualeval.world.store import limit_for
+from dualeval.world.waiting import limit_for
 
 # A rank may stay in these stages as long as other ranks, or its caller, need.
 _WAITING = (Stage.MEET, Stage.IDLE)

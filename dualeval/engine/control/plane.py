@@ -28,9 +28,7 @@ from dualeval.engine.control.progress import Activity, Heartbeat, Name, Progress
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
-from dualeval.world.network import at
-from dualeval.world.store import join_store, pause_for, serve_store
-from dualeval.world.waiting import CONNECTED, STARTED, waiting
+from dualeval.world.waiting import CONNECTED, STARTED, pause_for, waiting
 
 if TYPE_CHECKING:
     from dualeval.engine.control.meeting import Meetings
@@ -351,7 +349,10 @@ def open_control_plane(
     limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
     if world.size == 1:
         return ControlPlane(name, name, None, limits)
+    # For several ranks alone.
     from dualeval.engine.control.meeting import Meetings
+    from dualeval.world.network import at
+    from dualeval.world.store import join_store, serve_store
 
     server = None
     payload: dict[str, Any] | None = None

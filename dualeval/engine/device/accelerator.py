@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.torch_errors import TorchError
-
 # Batches that an accelerator may have under way before the host waits for the oldest: bounds memory.
 _AHEAD = 2
 
@@ -183,5 +181,7 @@ def set_random_states(states: list[Tensor] | None) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
+    from dualeval.torch_errors import TorchError
+
     # Libraries and the CPU's allocator raise plain RuntimeErrors.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(TorchError.NO_MEMORY.of(error))

@@ -28,10 +28,17 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
-from dualeval.process.speech import close_displays, how_to_resume, say, say_traceback, traceback_of, try_for
+from dualeval.process.speech import (
+    close_displays,
+    how_to_resume,
+    say,
+    say_if_uncaught,
+    say_traceback,
+    traceback_of,
+    try_for,
+)
 from dualeval.process.start import NOTHING_STARTED
-from dualeval.process.uncaught import say_if_uncaught
-from dualeval.world.store import limit_for
+from dualeval.world.waiting import limit_for
 
 # How long rank 0 waits for the others to save, and how long these wait for rank 0 to record that. With up to
 # a thousand ranks (``limit_for``), every rank has exited within 5 s.

@@ -26,7 +26,7 @@ from dualeval.engine.folder.recorder import Recorder
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, message_of, with_type
 from dualeval.process.speech import end_process, how_to_resume, say, spoken
 from dualeval.result import STATUS
-from dualeval.world.store import limit_for
+from dualeval.world.waiting import limit_for
 
 # Seconds that the main thread has to conclude the run, after a signal or a failure.
 GRACE_S = 3.0

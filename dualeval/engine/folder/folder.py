@@ -11,8 +11,8 @@ from typing import Any
 from dualeval.atomic_files import check_path, writable, write_text
 from dualeval.engine.folder import layout, opening
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.lease import Lease, gone
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of

@@ -1,4 +1,4 @@
-"""The names of all files in an output folder, and the folders of shares in it.
+"""The names of all files in an output folder, what is in job.json, and the folders of shares.
 
 A share evaluates its own chunks of a job in its own folder, and needs no other rank. ``OUT/job.json`` is the
 job of all shares; ``OUT/shares/3-of-100`` is the folder of one, like that of a run without a result. A run in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -37,6 +37,42 @@ _SHARES = "shares"
 SAID = "said.json"
 # Further keys in the job.json of shares: the number of shares, and the command that began them.
 COUNT, COMMAND = "shares", "command"
+# Those of them that are in job.json.
+_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics", "options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What the ranks have agreed on; made by ``agreement.agree``, the same on every rank."""
+
+    # All that decides the numbers, and its sha256, in hex.
+    job: Mapping[str, Any]
+    fingerprint: str
+    # sha256, in hex, over the samples' ids in order; None where there are none.
+    samples_digest: str | None
+    # The machine (`machines.machine_facts`) and the host of each rank.
+    machines: Sequence[Mapping[str, Any]]
+    hosts: Sequence[str]
+    # The agents of torchrun that have started the ranks, in order.
+    launches: Sequence[str]
+    # Names of the task's files beside predictions.parquet.
+    files: Sequence[str]
+    task_class: str
+    # Metrics as they are asked for by name.
+    metrics: Sequence[str]
+    # The options that people know a job by, for messages.
+    options: Mapping[str, Any]
+    # How to start over, for messages: a sentence without its full stop.
+    start_over: str
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """Rank 0's machine."""
+        return self.machines[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """What job.json says of a run."""
+        return {name: getattr(self, name) for name in _IN_JOB}
 
 
 def journal_of(path: Path) -> Path:

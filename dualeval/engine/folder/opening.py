@@ -18,9 +18,9 @@ from dualeval.atomic_files import writable, write_text
 from dualeval.engine.device.machines import check_kinds_in_folder
 from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
 from dualeval.engine.values.differences import job_differences, listing, structure_hint, typed_differences
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.process.identity import Process

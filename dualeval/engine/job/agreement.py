@@ -23,6 +23,7 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import check_kinds_of_ranks, machine_facts
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.opening import launch_of
 from dualeval.engine.identity.job import job_identity
 from dualeval.engine.identity.model import ModelIdentity
@@ -30,10 +31,16 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.model.preparation import identity_of as identity_of_preparation
 from dualeval.engine.model.snapshot import Generators
 from dualeval.engine.samples.feed import hashes_of
-from dualeval.engine.samples.ids import blocks_of, hashes_of_ids, joined, repeated
-from dualeval.engine.samples.subset import identity_of, ids_of, name_of
+from dualeval.engine.samples.subset import (
+    blocks_of,
+    hashes_of_ids,
+    identity_of,
+    ids_of,
+    joined,
+    name_of,
+    repeated,
+)
 from dualeval.engine.values.differences import differences, listing, structure_hint
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.options import or_remove
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import FinishedChunks
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
 from dualeval.engine.folder.stored_rows import Window
 from dualeval.engine.job.evaluation import Evaluation
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, listed
 from dualeval.result import Result

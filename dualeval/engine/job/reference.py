@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from dualeval.columns.ragged import Rows, kind_text
 from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.stored_rows import StoredRows, Window
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.samples.subset import ids_of
 from dualeval.engine.values.differences import differing_fingerprints
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.row_comparison import (
     PREDICTION_COLUMNS,
     Difference,

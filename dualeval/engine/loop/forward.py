@@ -28,8 +28,7 @@ from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
 from dualeval.engine.folder.recorder import HandedBatch
-from dualeval.engine.job.evaluation import Evaluation, plan_of
-from dualeval.engine.job.reading import compute_alone, unreadable
+from dualeval.engine.job.evaluation import Evaluation, compute_alone, plan_of, unreadable
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.loop import Loop
 from dualeval.engine.model.compute import Compute, copy_sharing_tensors

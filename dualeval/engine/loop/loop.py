@@ -23,9 +23,8 @@ from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.folder.recorder import HandedBatch, Recorder, check_rows
 from dualeval.engine.folder.stored_rows import MemoryWriter
-from dualeval.engine.job.evaluation import Evaluation
+from dualeval.engine.job.evaluation import Evaluation, reader_of, unreadable
 from dualeval.engine.job.opened import Opened
-from dualeval.engine.job.reading import reader_of, unreadable
 from dualeval.engine.samples.feed import Feed, lost_worker
 from dualeval.engine.samples.subset import postprocessed
 from dualeval.engine.values.measured import check_cluster

@@ -24,7 +24,6 @@ from dualeval.engine.device import numerics
 from dualeval.engine.device.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.device.transfer import HOST, Columns, Pending, is_plain, start_download
 from dualeval.errors import UsageError
-from dualeval.models.model_errors import why_model_failed
 from dualeval.options.precision import Precision
 from dualeval.tasks import Task
 
@@ -149,6 +148,8 @@ class Compute:
             return all_copied(columns) if self._accelerator.is_host else columns
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
+        from dualeval.models.model_errors import why_model_failed  # where one has failed
+
         return self._explain(error) or why_model_failed(error, model)
 
 

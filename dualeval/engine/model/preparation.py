@@ -24,7 +24,6 @@ from dualeval.errors import UsageError, text_of, with_type
 from dualeval.messages import counted, listed
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
 from dualeval.options.evaluation import precision_of
-from dualeval.torch_errors import TorchError
 
 # Shapes of batches that may each be compiled; torch's own limit is 8.
 _MOST_SHAPES = 64
@@ -134,10 +133,17 @@ def identity_of(options: RunOptions) -> dict[str, Any]:
 
 def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
     """Why an option made a forward fail; None if no option is the cause."""
+    from dualeval.torch_errors import TorchError
+
     precision = precision_of(options)
     text = (text_of(error).splitlines() or [""])[0].rstrip(".")
-    if options.shard is not None and (why := _why_not_gathered(text)) is not None:
-        return f"--shard {options.shard}: {why}"
+    if options.shard is not None and TorchError.NOT_GATHERED.search(text):
+        return f"--shard {options.shard}: {NOT_GATHERED}"
+    if options.shard is not None and TorchError.NOT_THROUGH_ROOT.search(text):
+        return (
+            f"--shard {options.shard}: a part of the model is called directly, but its weights are gathered "
+            "only in a call of the whole model. Let the task's forward call model(...), or leave --shard out"
+        )
     if options.optimize == COMPILE and type(error).__module__.startswith(
         ("torch._dynamo", "torch._inductor")
     ):
@@ -165,18 +171,6 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
         return (
             "--layout channels-last: the forward joins dimensions with Tensor.view, which works only on "
             "contiguous tensors. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
-        )
-    return None
-
-
-def _why_not_gathered(text: str) -> str | None:
-    """Why a forward failed because the model's parameters are divided; None if that is not the cause."""
-    if TorchError.NOT_GATHERED.search(text):
-        return NOT_GATHERED
-    if TorchError.NOT_THROUGH_ROOT.search(text):
-        return (
-            "a part of the model is called directly, but its weights are gathered only in a call of the "
-            "whole model. Let the task's forward call model(...), or leave --shard out"
         )
     return None
 

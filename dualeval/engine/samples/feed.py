@@ -36,8 +36,7 @@ from dualeval.engine.values.options import RunOptions
 from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.process.start import end_with_parent
 from dualeval.tasks import Dataset, Task
-from dualeval.torch_errors import TorchError
-from dualeval.user_code.tracebacks import keep_own_code, own_code
+from dualeval.user_code.origin import keep_own_code, own_code
 
 _SHARED_MEMORY = Path("/dev/shm")
 # The files that this process has open, by their numbers.
@@ -99,7 +98,7 @@ class Reader(torch.utils.data.Dataset[Read]):
                 return self._stacked(indices), ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:
-            if TorchError.NOT_SHARED.of(error):
+            if _found_no_room(error):
                 raise
             samples, failed = self._read_one_by_one(indices, error)
         else:
@@ -218,7 +217,7 @@ class _Sending(torch.utils.data.Dataset[bytes]):
                 # finds no room, and the rank would wait for it forever.
                 return bytes(ForkingPickler.dumps(self._read(indices, [])))
             except RuntimeError as error:
-                if not TorchError.NOT_SHARED.of(error):
+                if not _found_no_room(error):
                     raise
             self._has_room = False
             # While this is set, torch's default_collate makes its batches in shared memory.
@@ -231,11 +230,11 @@ class _Sending(torch.utils.data.Dataset[bytes]):
             return own_storages(data), failed, [*notes, *self._reader.notes()]
         except DualevalError as error:
             # A collate may have replaced torch's error about missing room by its own.
-            if error.__cause__ is not None and TorchError.NOT_SHARED.of(error.__cause__):
+            if error.__cause__ is not None and _found_no_room(error.__cause__):
                 raise error.__cause__ from None
             return _with_own_code(error)
         except Exception as error:
-            if TorchError.NOT_SHARED.of(error) or not own_code(error):
+            if _found_no_room(error) or not own_code(error):
                 raise
             # An error of the user's code, as a collate: torch would raise it with this process's traceback.
             return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
@@ -473,11 +472,20 @@ def _end(readers: Sequence[BaseProcess]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
 
 
+def _found_no_room(error: BaseException) -> bool:
+    """Whether a batch found no room in shared memory."""
+    from dualeval.torch_errors import TorchError
+
+    return TorchError.NOT_SHARED.of(error) is not None
+
+
 def lost_worker(error: BaseException) -> DualevalError | None:
     """The error to show if ``error`` is torch's about a reading process that has exited; else None.
 
     Torch raises it from its SIGCHLD handler, wherever the main thread happens to be.
     """
+    from dualeval.torch_errors import TorchError
+
     match = TorchError.LOST_WORKER.of(error)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Parts of a data set: its first samples, or samples that are drawn by their ids.
+"""Parts of a data set: its first samples, or samples that are drawn by their ids; and the digest of all ids.
 
 Drawn samples keep their indices in the whole data set, and a task sees only these indices.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,12 +23,15 @@ from dualeval.engine.samples.samples import Samples
 from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError, UsageError
-from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
+from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part, sha256_of_json
 from dualeval.tasks import Dataset, Task
+from dualeval.world import World
 
 # Ids hashed between two reports of progress: a fifth of a second.
 _IDS_AT_ONCE = 1 << 17
 _KEY_BYTES = 8
+# In which ids are hashed, and how many samples at least are in each.
+_MOST_BLOCKS, _LEAST_BLOCK = 1024, 64
 
 
 def draw(
@@ -331,3 +337,59 @@ def findings_of(task: Task, dataset: Dataset, count: int) -> dict[str, list[str]
         return of_whole
     ids = set(dataset.ids_in(range(count)))
     return {kind: [name for name in names if name in ids] for kind, names in of_whole.items()}
+
+
+# -- ids: one digest of all, and those that are there twice --------------------------------------------
+
+
+def hashes_of_ids(
+    dataset: Dataset, samples: int, world: World, step: Callable[[], None]
+) -> tuple[list[str], npt.NDArray[np.uint64]]:
+    """The hashes of this rank's blocks of ids, and of its single ids; none if ids cost reading samples."""
+    of_blocks, single = list[str](), [np.empty(0, np.uint64)]
+    blocks = [] if getattr(dataset, "reads_for_ids", False) else blocks_of(samples)
+    for block in blocks[world.rank :: world.size]:
+        ids = [*map(str, ids_of(dataset, block))]
+        of_blocks.append(sha256_of_json(ids))
+        if not getattr(dataset, "unique_ids", False):
+            single.append(hashed(ids))
+        step()
+    return of_blocks, np.concatenate(single)
+
+
+def hashed(ids: Sequence[str]) -> npt.NDArray[np.uint64]:
+    """8 bytes of each id's hash: more would not fit in memory for 10**8 ids."""
+    return np.fromiter(map(_hash, ids), np.uint64, len(ids))
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def repeated(hashes: npt.NDArray[np.uint64], ids: Iterator[str]) -> dict[str, int]:
+    """The ids that occur more than once, with their counts; ``ids`` is read only if two hashes are equal."""
+    ordered = np.sort(hashes)
+    suspect = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    counts = Counter(name for name in ids if _hash(name) in suspect) if suspect else {}
+    # Two different ids may have the same hash.
+    return {name: count for name, count in counts.items() if count > 1}
+
+
+def joined(samples: int, ranks: Sequence[list[str]]) -> str | None:
+    """The digest of all ids, from the blocks' hashes that ``hashes_of_ids`` returned on every rank."""
+    if not any(ranks):
+        return None
+    blocks = range(len(blocks_of(samples)))
+    return sha256_of_json([samples, *(ranks[block % len(ranks)][block // len(ranks)] for block in blocks)])
+
+
+def digest_of(samples: int, ids: Iterable[str]) -> str | None:
+    """The same digest as ``joined``, from all ids in order."""
+    names = iter(ids)
+    return joined(samples, [[sha256_of_json([*islice(names, len(block))]) for block in blocks_of(samples)]])
+
+
+def blocks_of(samples: int) -> list[range]:
+    """Blocks of consecutive samples to hash together; the number of samples alone decides them."""
+    size = max(_LEAST_BLOCK, -(-samples // _MOST_BLOCKS))
+    return [range(first, min(first + size, samples)) for first in range(0, samples, size)]

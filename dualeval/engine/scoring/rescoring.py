@@ -19,8 +19,7 @@ from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.row_windows import MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource, StoredRows
 from dualeval.engine.identity.job import metric_fingerprint
-from dualeval.engine.samples.ids import digest_of
-from dualeval.engine.samples.subset import whole_set_intervals
+from dualeval.engine.samples.subset import digest_of, whole_set_intervals
 from dualeval.engine.values.differences import differences
 from dualeval.engine.values.measured import (
     check_cluster,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns.ragged import Column, Ragged, Rows, each_part, kind_of, to_rows
-from dualeval.engine.job.reading import unreadable
+from dualeval.engine.job.evaluation import unreadable
 from dualeval.engine.model.compute import Compute, copy_sharing_tensors
 from dualeval.engine.model.preparation import prepare, why_preparation_failed
 from dualeval.engine.samples.feed import Feed, Reader

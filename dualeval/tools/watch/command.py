@@ -29,7 +29,7 @@ from dualeval.messages import counted, listed, printable
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.plugins import BUILT_IN
 from dualeval.process.speech import say
-from dualeval.process.streams import unwritten
+from dualeval.process.start import unwritten
 from dualeval.report.models_table import DONE, ModelRow, ModelsTable, number_of
 from dualeval.result import json_text, read_fields
 from dualeval.tools.watch.checkpoints import LEADERBOARD, Board, Checkpoint, Checkpoints, step_of

@@ -22,7 +22,7 @@ from dualeval.engine.control.verdict import NO_VERDICT, Turn, Verdict, propose
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError, Stopped, UsageError
 from dualeval.world import store
-from dualeval.world.store import limit_for, pause_for
+from dualeval.world.waiting import limit_for, pause_for
 from tests.vehicles.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all, until
 from tests.vehicles.faults import LOADED_S
 
@@ -408,7 +408,7 @@ def test_too_few_files_are_said_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: Any, **__: Any) -> None:
         raise LaunchError("rank 0 needs 9,000 open files")
 
-    monkeypatch.setattr(plane, "serve_store", refuse)
+    monkeypatch.setattr(store, "serve_store", refuse)
     offers: queue.Queue[Any] = queue.Queue()
 
     def rank(number: int) -> str:

@@ -18,8 +18,8 @@ import pytest
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.opening import begins_anew
-from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError

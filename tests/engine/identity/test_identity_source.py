@@ -21,7 +21,7 @@ from dualeval.engine.identity.job import _inside
 from dualeval.engine.identity.plain import module_name
 from dualeval.engine.samples.samples import wrap
 from dualeval.errors import UsageError
-from dualeval.user_code import tracebacks as own_code
+from dualeval.user_code import origin as own_code
 from dualeval.user_code.origin import library_of
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate

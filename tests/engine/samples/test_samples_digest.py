@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import dualeval
-from dualeval.engine.samples.ids import blocks_of, digest_of, hashes_of_ids, joined
 from dualeval.engine.samples.samples import wrap
+from dualeval.engine.samples.subset import blocks_of, digest_of, hashes_of_ids, joined
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result
