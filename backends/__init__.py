@@ -16,7 +16,7 @@ import sys
 
 from dualeval.backends.base import Backend, no_mesh
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher, launcher_of
 from dualeval.messages import did_you_mean
 from dualeval.world import World
 
@@ -47,7 +47,7 @@ def choose_backend(name: str | None, world: World) -> str:
     if world.launcher not in LAUNCHERS:
         known = ", ".join(LAUNCHERS)
         raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
-    launcher = LAUNCHERS[world.launcher]
+    launcher = launcher_of(world.launcher)
     if name is None:
         return _default(launcher)
     if name not in BACKENDS:

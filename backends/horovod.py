@@ -18,7 +18,7 @@ from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import awaited_by_mpi, start_mpi, stop_mpi
 from dualeval.backends.rendezvous import interface_between_nodes, joining, nccl_variables, placed_on_hosts
 from dualeval.errors import BackendError, LaunchError, LibraryError
-from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers import launcher_of
 from dualeval.world import World
 from dualeval.world.meetings.served import AtHorovodrun
 from dualeval.world.network import LATE_S, LOOPBACK
@@ -296,7 +296,7 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
 
     In a step of Slurm's both may go; HOROVOD_CONTROLLER then says otherwise than MPI.
     """
-    if LAUNCHERS[world.launcher].starts_mpi:
+    if launcher_of(world.launcher).starts_mpi:
         if not hvd.mpi_built():
             raise LibraryError(
                 "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "

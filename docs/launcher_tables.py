@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher, launcher_of
 
 PAGE = Path(__file__).resolve().parent / "launchers.md"
 
 
 def tables() -> dict[str, str]:
     """Give each table's text by the name that stands in its two markers."""
-    rows = LAUNCHERS.values()
+    rows = [*map(launcher_of, LAUNCHERS)]
     return {
         "backends": _table(
             ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),

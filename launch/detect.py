@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
-from dualeval.launch.launchers import LAUNCHERS, is_traced
-from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launcher, LeftOver, Variable
+from dualeval.launch.launchers import LAUNCHERS, launcher_of, launchers_in
+from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, LeftOver, Variable
 from dualeval.messages import did_you_mean
 from dualeval.world import World
 
@@ -96,7 +96,7 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
     """Like ``detect``, with the reasons; a launcher's wrong variables become ``error`` and are not raised."""
-    traced = {each.name: each for each in _traced(environ)}
+    traced = launchers_in(environ)
     variables = {
         name: traced[name].variables_in(environ) if name in traced else ()
         for name in LAUNCHERS
@@ -121,14 +121,10 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
     )
 
 
-def _traced(environ: Mapping[str, str]) -> Iterator[Launcher]:
-    return (LAUNCHERS[name] for name in LAUNCHERS if is_traced(name, environ))
-
-
 def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
     """The first probe's answer, and the first left-over variables that were skipped before it."""
     left_over = None
-    for launcher in _traced(environ):
+    for launcher in launchers_in(environ).values():
         try:
             world = launcher.probe(environ)
         except LeftOver as error:
@@ -144,7 +140,7 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     """The error if variables show one process of several, but no launcher's are complete; else None."""
     # A batch script and an salloc shell are number 0 of their job.
     if any(environ.get(name, "0") != "0" for name in ("SLURM_PROCID", "SLURM_LOCALID")):
-        of_srun = Environment(LAUNCHERS["srun"], environ)
+        of_srun = Environment(launcher_of("srun"), environ)
         if missing := of_srun.missing():
             return of_srun.half_set(missing)
     message = _unread_rank(environ, ", ".join(name for name in LAUNCHERS if name not in ("env", "none")))
@@ -160,15 +156,16 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     """
     if MARK_OF_TORCHRUN in environ:
         return False
+    traced = launchers_in(environ)
     plain = "torchrun" if world.launcher == "torchrun" else "env"
-    in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((one.name, one.contradicts) for one in _traced(environ))]
+    in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((each, one.contradicts) for each, one in traced.items())]
     for name, launchers in in_doubt:
         answer = _answer(environ, name)
         others = [_answer(environ, launcher) for launcher in launchers] if answer else []
         for other in others:
             if answer and other and (other.rank, other.size) != (answer.rank, answer.size):
                 unmarked = f", without torchrun's own mark {MARK_OF_TORCHRUN}," if name == plain else ""
-                source = LAUNCHERS[name]
+                source = traced[name]
                 names = " ".join(name for name in source.all if name in environ)
                 raise Environment(source, environ).error(
                     f"{other.launcher} started this process as rank {other.rank} of {other.size}, and the "
@@ -179,10 +176,11 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     return _answer(environ, "env") is not None
 
 
-def _answer(environ: Mapping[str, str], launcher: str) -> World | None:
+def _answer(environ: Mapping[str, str], name: str) -> World | None:
     """The World by a launcher's variables; None if they are incomplete."""
+    launcher = launchers_in(environ).get(name)
     try:
-        return LAUNCHERS[launcher].probe(environ) if is_traced(launcher, environ) else None
+        return None if launcher is None else launcher.probe(environ)
     except LaunchError:
         return None
 
@@ -193,18 +191,18 @@ def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
         raise UsageError(
             f"There is no launcher {launcher!r}.{hint} --launcher takes one of: {', '.join(LAUNCHERS)}."
         )
-    world = LAUNCHERS[launcher].probe(environ)
+    world = launcher_of(launcher).probe(environ)
     if world is None:
         raise LaunchError(
             f"--launcher {launcher} was given, but no variable of {launcher} is set. "
-            f"Start with '{LAUNCHERS[launcher].start}', or leave --launcher out."
+            f"Start with '{launcher_of(launcher).start}', or leave --launcher out."
         )
     return world
 
 
 def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | None) -> Iterator[str]:
     if left_over is not None:
-        names = [name for name in LAUNCHERS["torchrun"].needed if name in environ]
+        names = [name for name in launcher_of("torchrun").needed if name in environ]
         yield (
             f"{', '.join(f'{name}={environ[name]}' for name in names)} {'is' if len(names) == 1 else 'are'} "
             f"left over or another tool's and ignored: {world.launcher} started this process. "
@@ -220,19 +218,19 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
 
 
 def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
-    order = list(LAUNCHERS)
     # Not env: its variables are also torchrun's.
-    for launcher in order[order.index(world.launcher) + 1 : order.index("env")]:
-        if not is_traced(launcher, environ):
+    outer = LAUNCHERS[LAUNCHERS.index(world.launcher) + 1 : LAUNCHERS.index("env")]
+    for name, launcher in launchers_in(environ).items():
+        if name not in outer:
             continue
         try:
-            place = LAUNCHERS[launcher].probe(environ)
+            place = launcher.probe(environ)
         except LaunchError as error:
             yield f"Ignored, because {world.launcher} started this process: {error}"
             continue
         if place is not None:
             yield (
-                f"{launcher} started {world.launcher}, as rank {place.rank} of {place.size}; "
+                f"{name} started {world.launcher}, as rank {place.rank} of {place.size}; "
                 f"{world.launcher}'s numbers count."
             )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers import LAUNCHERS, launcher_of
 from dualeval.launch.launchers.base import Way
 from dualeval.launch.site import Site, spread
 from dualeval.messages import counted
 
 # One process first: it is what the others are compared with.
 WAYS: Mapping[str, Way] = {
-    way.name: way for launcher in (LAUNCHERS["none"], *LAUNCHERS.values()) for way in launcher.ways
+    way.name: way for launcher in ("none", *LAUNCHERS) for way in launcher_of(launcher).ways
 }
 
 
@@ -49,6 +49,6 @@ def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
 
     Nor has it what makes this process itself a rank: ranks would find two launchers that disagree.
     """
-    dropped = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
+    dropped = {name for launcher in map(launcher_of, LAUNCHERS) for name in launcher.not_handed_on(environ)}
     kept = {name: value for name, value in environ.items() if name not in dropped}
     return {**kept, "PATH": f"{folder}:{environ.get('PATH', '/usr/bin:/bin')}"}

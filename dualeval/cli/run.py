@@ -94,10 +94,7 @@ def _checked(flags: Mapping[str, Any], options_class: type, names: Sequence[str]
     "--backend", group=LAUNCH, type=Words(BACKENDS), help=f"{', '.join(BACKENDS)}.  [default: by launcher]"
 )
 @grouped(
-    "--launcher",
-    group=LAUNCH,
-    type=Words(tuple(LAUNCHERS)),
-    help="Launcher of the ranks.  [default: detected]",
+    "--launcher", group=LAUNCH, type=Words(LAUNCHERS), help="Launcher of the ranks.  [default: detected]"
 )
 @options.ALLOW_SHARED_GPU
 @flags_of(RunOptions, "mix_machines")

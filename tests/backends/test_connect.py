@@ -14,7 +14,7 @@ import pytest
 from dualeval.backends import choose_backend, connect, horovod
 from dualeval.backends.torch import devices_of
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, launcher_of
 from dualeval.world import World
 from tests.conftest import Launch
 from tests.engine.end.test_endings import await_that
@@ -25,7 +25,7 @@ from tests.vehicles.launchers import start
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return world_at(launcher, 0, size, 0, size, mpi="mpi" in LAUNCHERS[launcher].backends)
+    return world_at(launcher, 0, size, 0, size, mpi="mpi" in launcher_of(launcher).backends)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -34,14 +34,14 @@ def test_every_launcher_takes_its_backends_and_refuses_others(
     launcher: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(horovod, "runs_over_mpi", lambda: True)
-    if backend in LAUNCHERS[launcher].backends:
+    if backend in launcher_of(launcher).backends:
         assert choose_backend(backend, world_of(launcher)) == backend
         return
     with pytest.raises(LaunchError, match=f"--backend {backend} cannot run") as caught:
         choose_backend(backend, world_of(launcher))
     assert "Start it with '" in str(caught.value)
     default = choose_backend(None, world_of(launcher))
-    assert default in LAUNCHERS[launcher].backends
+    assert default in launcher_of(launcher).backends
     assert f"leave --backend out to take {default}." in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS, is_traced, may_start_ranks
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, launcher_of, launchers_in, may_start_ranks
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.launch.ways import WAYS, child_environ, choose_ways, start_words, why_not
 from dualeval.tools.starts import plan_starts
@@ -220,9 +220,10 @@ def test_the_tables_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_launcher_has_a_file_and_its_page_is_there() -> None:
     files = {path.stem for path in (ROOT / "launch/launchers").glob("*.py")} - {"__init__", "base"}
     assert files == {*LAUNCHERS}
-    assert {*BACKENDS} == {name for launcher in LAUNCHERS.values() for name in launcher.backends}
-    for name, launcher in LAUNCHERS.items():
+    assert {*BACKENDS} == {name for launcher in LAUNCHERS for name in launcher_of(launcher).backends}
+    for name in LAUNCHERS:
+        launcher = launcher_of(name)
         assert launcher.name == name
         # Else its file would not be imported where it is this one that is set.
-        assert all(is_traced(name, {variable: ""}) for variable in (*launcher.all, *launcher.trace))
+        assert all(name in launchers_in({variable: ""}) for variable in (*launcher.all, *launcher.trace))
         assert not launcher.page or (ROOT / "docs/launchers" / f"{launcher.page}.md").exists()

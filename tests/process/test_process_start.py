@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers import LAUNCHERS, launcher_of
 from dualeval.process.start import may_print
 from dualeval.tasks.image_data import ASSETS
 from tests.conftest import Finished, Launch
@@ -123,7 +123,7 @@ def test_other_commands_end_as_ever(
 def test_one_rank_prints_for_all() -> None:
     assert may_print({}) and may_print({"RANK": "0"})
     assert not may_print({"RANK": "0", "SLURM_PROCID": "3"})
-    for launcher in LAUNCHERS.values():
+    for launcher in map(launcher_of, LAUNCHERS):
         assert may_print({launcher.rank: "1"}) == (launcher.name == "none")
 
 
