@@ -86,9 +86,6 @@ def automatic_workers(
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 
-# -- the strategy: the plain one, or one that is imported where options or the caller ask for it --------
-
-
 @contextmanager
 def strategy_of(task: Task, run: Run) -> Iterator[Strategy]:
     """The strategy that options and caller ask for, as long as the run lasts."""

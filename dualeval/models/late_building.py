@@ -26,9 +26,8 @@ from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.messages import listed
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import InMemory, LateTensor
-from dualeval.models.loading import load_state_dict
+from dualeval.models.loading import are_equal, load_state_dict
 from dualeval.models.model_errors import first_line
-from dualeval.models.tied import are_equal
 from dualeval.models.weights import warnings_of
 from dualeval.torch_errors import TorchError
 

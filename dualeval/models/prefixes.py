@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of, listed
-from dualeval.models.tied import tied
 
 # DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -38,12 +37,12 @@ class _Unwrapped:
 
 
 def stripped(
-    tensors: _Tensors, model: nn.Module, prefix: str | None, source: str
+    tensors: _Tensors, model: nn.Module, ties: list[list[str]], prefix: str | None, source: str
 ) -> tuple[_Unwrapped, list[str]]:
     """The tensors by names without the prefix of a wrapper, and the names of those beside the model's."""
     expected = model.state_dict().keys()
     stage = _unwrap_for(tensors, expected) if prefix is None else _take_prefix(tensors, prefix, source)
-    return (stage, []) if prefix == "" else _without_rest(_unwrap_within(stage, expected), model)
+    return (stage, []) if prefix == "" else _without_rest(_unwrap_within(stage, expected), expected, ties)
 
 
 def fitting_prefixes(tensors: _Tensors, expected: Collection[str]) -> list[str]:
@@ -168,15 +167,16 @@ def _unwrap_within(stage: _Unwrapped, expected: Collection[str]) -> _Unwrapped:
     return replace(stage, tensors=parallel if fits else tensors)
 
 
-def _without_rest(stage: _Unwrapped, model: nn.Module) -> tuple[_Unwrapped, list[str]]:
+def _without_rest(
+    stage: _Unwrapped, expected: Collection[str], ties: list[list[str]]
+) -> tuple[_Unwrapped, list[str]]:
     """Leave out counters, and what lies beside all that a model needs: under other top-level names.
 
     Not under one that differs from the model's in a number: a deeper network has layer5 beside layer4. Nor
     a tensor without a module, but for mmcv's averages: it can be a token that a model begins with.
     """
-    expected = model.state_dict().keys()
-    there = {name for names in tied(model) if any(each in stage.tensors for each in names) for name in names}
-    if expected - stage.tensors.keys() - there:
+    there = {name for names in ties if any(each in stage.tensors for each in names) for name in names}
+    if {*expected} - stage.tensors.keys() - there:
         return stage, []
     tops = {numbered(name.partition(".")[0]) for name in expected}
     rest = [name for name in stage.tensors if name not in expected]

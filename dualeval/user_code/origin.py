@@ -61,9 +61,6 @@ def _owner(folder: Path, name: str) -> str | None:
     return None
 
 
-# -- lines of the own code that an error came through --------------------------------------------------
-
-
 def wants_debug(environ: Mapping[str, str]) -> bool:
     """Whether the environment asks for whole tracebacks."""
     return environ.get(DEBUG_VARIABLE, "") not in ("", "0")

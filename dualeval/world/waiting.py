@@ -155,9 +155,6 @@ def _spoken_by_a_process(sentence: tuple[str, str]) -> Iterator[None]:
         yield
 
 
-# -- how long ranks wait, by their number --------------------------------------------------------------
-
-
 def pause_for(size: int, requests: float, least_s: float) -> float:
     """How long each rank waits between its requests, so that rank 0 can answer all ranks."""
     return max(least_s, size * requests / _ANSWERS_A_S)
