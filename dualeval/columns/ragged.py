@@ -244,19 +244,13 @@ def of_parts(kind: type[Any], parts: Sequence[Any]) -> Any:
     return made
 
 
-def copied(column: Any) -> Any:
-    """A column in memory of its own; what is no column stays as it is."""
-    if isinstance(column, Tensor):
-        return column.clone()
-    if isinstance(column, Ragged):
-        return each_part(Tensor.clone, column)
-    return column
-
-
 def all_copied(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns, each ``copied``: most are plain tensors."""
+    """Columns in memory of their own; what is no column stays as it is."""
     return {
-        name: column.clone() if type(column) is Tensor else copied(column) for name, column in columns.items()
+        name: each_part(Tensor.clone, column)
+        if isinstance(column, Ragged)
+        else (column.clone() if isinstance(column, Tensor) else column)
+        for name, column in columns.items()
     }
 
 

@@ -478,7 +478,7 @@ def rank_0s_buffers(callers_model: nn.Module | None, run: Run) -> Iterator[None]
         yield
         return
     snapshot, model = CallersModels(), unwrapped(callers_model)
-    snapshot.remember_buffers(model)
+    snapshot.remember_buffers(model.modules())
     wrapper = callers_model if isinstance(callers_model, nn.parallel.DistributedDataParallel) else None
     broadcasts = wrapper is not None and wrapper.broadcast_buffers
     try:

@@ -336,21 +336,23 @@ class CalibrationError(Described):
 
         ledger[: len(exact.NONFINITE_KINDS)] += torch.tensor(added.nonfinite)
         for slots, *new in zip(self._bins(ledger), samples, correct, added.sums, strict=True):
-            slots[:2] += torch.tensor(new[:2])
-            limbs = slots[2:].numpy()
-            limbs[:] = exact.to_limbs(exact.from_limbs(limbs) + new[2], exact.SUM_LIMBS)
+            if new[0]:
+                slots[:2] += torch.tensor(new[:2])
+                limbs = slots[2:].numpy()
+                limbs[:] = exact.to_limbs(exact.from_limbs(limbs) + new[2], exact.SUM_LIMBS)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Key ece; None without samples."""
         nonfinite = ledger[: len(exact.NONFINITE_KINDS)].tolist()
         if any(nonfinite):
             return self.measured(None, nonfinite=exact.nonfinite_counts(nonfinite))
-        bins = self._bins(ledger).tolist()
-        if (samples := sum(slots[0] for slots in bins)) == 0:
+        samples = gaps = 0
+        for count, correct, *limbs in self._bins(ledger).tolist():
+            if count:
+                samples += count
+                gaps += abs((correct << exact.SUM_UNIT_BITS) - exact.from_limbs(limbs))
+        if samples == 0:
             return self.measured(None)
-        gaps = sum(
-            abs((correct << exact.SUM_UNIT_BITS) - exact.from_limbs(limbs)) for _, correct, *limbs in bins
-        )
         return self.measured(gaps / (samples << exact.SUM_UNIT_BITS))
 
     @staticmethod

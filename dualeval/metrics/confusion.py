@@ -52,8 +52,8 @@ class _OfClasses(ABC):
 
     def _classes_of(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Target and prediction of every element that counts, int64 of shape (elements,)."""
-        target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
-        lengths = (_lengths(columns[name]) for name in self.columns)
+        target, prediction = [_elements(self.name, name, columns[name]) for name in self.columns]
+        lengths = [_lengths(columns[name]) for name in self.columns]
         if len(target) != len(prediction) or not torch.equal(*lengths):
             raise UsageError(
                 f"metric {self.name!r}: the column {self.target!r} has {len(target):,} elements and "
@@ -69,7 +69,7 @@ class _OfClasses(ABC):
     def _check_classes(self, column: str, classes: Tensor, least: int) -> None:
         if not len(classes):
             return
-        ends = [int(end) for end in torch.aminmax(classes)]
+        ends = [*map(int, torch.aminmax(classes))]
         if ends[0] < least or ends[1] >= self.num_classes:
             raise UsageError(
                 f"metric {self.name!r}: the column {column!r} has classes from {ends[0]} to {ends[1]}, "

@@ -78,7 +78,7 @@ def exact_sums(
     """
     if values.dtype != torch.float32:
         raise UsageError(f"exact sums are made of float32 values, found {values.dtype}: cast with .float()")
-    sums, square_sums, cube_sums = ([0] * group_count for _ in range(3))
+    sums, square_sums, cube_sums = [[0] * group_count for _ in range(3)]
     has_nonfinite = False
     for start in range(0, len(values), _PIECE):
         piece = slice(start, start + _PIECE)
@@ -152,10 +152,11 @@ def nonfinite_counts(slots: Sequence[int]) -> dict[str, int]:
 def from_limbs(limbs: Sequence[int] | npt.NDArray[np.int64]) -> int:
     """The integer that limbs stand for, whether or not their carries were propagated."""
     slots = np.asarray(limbs, np.int64)
-    low = int.from_bytes((slots & _LIMB_MASK).astype("<u4").tobytes(), "little")
+    value = int.from_bytes((slots & _LIMB_MASK).astype("<u4").tobytes(), "little")
     carries = slots >> _LIMB_BITS
-    places = np.flatnonzero(carries).tolist()
-    return low + sum(int(carries[place]) << (_LIMB_BITS * (place + 1)) for place in places)
+    for place in np.flatnonzero(carries).tolist():
+        value += int(carries[place]) << (_LIMB_BITS * (place + 1))
+    return value
 
 
 def to_limbs(value: int, count: int) -> npt.NDArray[np.int64]:

@@ -245,7 +245,7 @@ class Described:
         warnings: Iterable[str] = (),
     ) -> Measured:
         """The value under the metric's name."""
-        unit = self.unit or unit
+        unit, score = self.unit or unit, self.score
         known = interval is not None and all(map(math.isfinite, interval))
         return Measured(
             values={self.name: value},
@@ -254,6 +254,6 @@ class Described:
             nonfinite={self.name: dict(nonfinite)} if nonfinite else {},
             units={} if unit is None else {self.name: unit},
             directions={} if self.higher_is_better is None else {self.name: direction(self.higher_is_better)},
-            scores={} if self.score is None else {self.name: self.score},
+            scores={} if score is None else {self.name: score},
             warnings=tuple(warnings),
         )

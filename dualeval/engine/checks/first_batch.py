@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns.ragged import Column, Ragged, Rows, parts_of, to_rows
-from dualeval.columns.ragged import copied as copied_column
+from dualeval.columns.ragged import Column, Ragged, Rows, all_copied, parts_of, to_rows
 from dualeval.engine.folder.predictions import json_entries, write_to_memory
 from dualeval.engine.folder.row_windows import EVALUATED, read_only
-from dualeval.engine.identity.hasher import digest_of
+from dualeval.engine.identity.hasher import same_bits
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.job.evaluation import RESERVED, Evaluation
 from dualeval.engine.model.kept import OF_METRIC, Kept, version_of
@@ -39,9 +38,12 @@ def try_first_batch(
     evaluation: Evaluation, columns: Mapping[str, Column], samples: range, evaluated: Tensor, *, writes: bool
 ) -> list[str]:
     """Take one batch through all steps that follow the last batch, in memory; nothing is kept."""
+    columns = dict(columns)
     present = {name: column[evaluated] for name, column in columns.items()}
     rows = {name: present[name] for name in evaluation.kept}
-    tried = [_try_metric(metric, present) for metric in evaluation.metrics]
+    # One copy for all metrics: none may write into its columns.
+    copies, one_row = all_copied(present), {name: column[[0]] for name, column in present.items()}
+    tried = [_try_metric(metric, present, copies, one_row) for metric in evaluation.metrics]
     tried += [_try_row_metric(metric, rows) for metric in evaluation.row_metrics]
     measurements = [measured for measured, _ in tried if measured is not None]
     check_keys(measurements)
@@ -62,6 +64,7 @@ def check_columns(
         raise UsageError(
             f"observe and postprocess gave a {type(columns).__name__}, expected a dict of columns by name"
         )
+    columns = dict(columns)
     for name, column in columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             raise UsageError(
@@ -105,27 +108,36 @@ def _check_values(name: str, column: Column) -> None:
         )
 
 
-def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
+def _try_metric(
+    metric: Metric, columns: Mapping[str, Column], copies: Mapping[str, Column], one_row: Mapping[str, Column]
+) -> tuple[Measured | None, list[str]]:
     """A metric's measurement of one batch, and notes on failures with so few samples."""
-    copies = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
-    one_row = {name: column[[0]] for name, column in copies.items()}
-    kept = Kept(metric, OF_METRIC)
+    own = is_own(type(metric))
+    kept = Kept(metric, OF_METRIC if own else ())
     try:
         other = copy.deepcopy(metric)
     except Exception:  # noqa: BLE001 - whatever stands in the way: what it holds more deeply is not put back
         other = metric
-    slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
-    changed = _update(metric, slots, copies)
+    slots, of_few, again = torch.zeros((3, metric.size), dtype=torch.int64)
+    changed = _update(metric, slots, copies, own)
     once = slots.clone()
     tried = _try_compute(metric.name, partial(metric.compute, slots.clone()))
     kept.put_back()  # from here on, state is built from one row: no number may depend on that
-    changed += _update(other, of_few, one_row)
-    compared, _ = _try_compute(metric.name, partial(other.compute, slots.clone()))
-    changed += _update(other, again, copies)
+    changed += _update(other, of_few, one_row, own)
+    compared, _ = _try_compute(metric.name, partial(other.compute, slots.clone()), tried[0])
+    changed += _update(other, again, copies, own)
     is_equal = torch.equal(once, again) and _same_values(tried[0], compared)
     # A table, for instance, that the first update builds is no state unless a number depends on it.
-    last = _update(other, again, copies)
-    _check_pure(metric, columns, copies, last if is_equal else [*last, *changed], is_equal)
+    last = _update(other, again, copies, own)
+    _check_pure(metric, columns, copies)
+    for place in last if is_equal else [*last, *changed]:
+        if is_equal and " of the module " in place:
+            continue  # a global that has changed may be, for instance, a log's counter
+        raise UsageError(
+            f"metric {metric.name!r} keeps {place} from one batch to the next, and each rank would see "
+            "only its own samples. State belongs in the ledger, which is added up over all ranks: give the "
+            "metric a larger 'size', and have update add to its slots"
+        )
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
@@ -142,16 +154,16 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     return tried
 
 
-def _update(metric: Metric, ledger: Tensor, columns: Mapping[str, Column]) -> list[str]:
-    """Count a batch; returns what this has changed in the metric, and in values that its functions name."""
-    kept = Kept(metric, OF_METRIC)
+def _update(metric: Metric, ledger: Tensor, columns: Mapping[str, Column], own: bool) -> list[str]:
+    """Count a batch; returns what this has changed in a user's own metric and in values that it names."""
+    kept = Kept(metric, OF_METRIC) if own else None
     try:
         metric.update(ledger, columns_of(metric, columns))
     except DualevalError:
         raise
     except Exception as error:  # raised again with the metric's name; its frames show the rest
         raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {with_type(error)}") from error
-    return kept.changes()
+    return [] if kept is None else kept.changes()
 
 
 _UNLIKE = (
@@ -165,29 +177,17 @@ def _same_values(one: Measured | None, other: Measured | None) -> bool:
     return one is None or other is None or one.values == other.values
 
 
-def _check_pure(
-    metric: Metric,
-    columns: Mapping[str, Column],
-    copies: Mapping[str, Column],
-    changed: Sequence[str],
-    is_equal: bool,
-) -> None:
-    """Check that ``update`` has written only into its ledger, and not into its columns or itself."""
-    for name, column in copies.items():
+def _check_pure(metric: Metric, columns: Mapping[str, Column], copies: Mapping[str, Column]) -> None:
+    """Check that ``update`` has not written into its columns."""
+    for name in metric.columns:
+        column = copies[name]
         # The version also shows writes that changed no value.
-        if any(map(version_of, parts_of(column))) or digest_of(column) != digest_of(columns[name]):
+        parts = [column] if type(column) is Tensor else parts_of(column)
+        if any(map(version_of, parts)) or not same_bits(column, columns[name]):
             raise UsageError(
                 f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
             )
-    # A global that has changed may be, for instance, a log's counter.
-    kept = [place for place in changed if not is_equal or " of the module " not in place]
-    if kept and is_own(type(metric)):
-        raise UsageError(
-            f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would see "
-            "only its own samples. State belongs in the ledger, which is added up over all ranks: give the "
-            "metric a larger 'size', and have update add to its slots"
-        )
 
 
 def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
@@ -201,15 +201,20 @@ def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[M
                 "it copy what it changes, as with numpy.array(column)"
             )
         return tried
-    again, _ = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
+    again, _ = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)), tried[0])
     if not _same_values(tried[0], again):
         raise UsageError(_UNLIKE.format(metric.name))
     return tried
 
 
-def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured | None, list[str]]:
+def _try_compute(
+    name: str, compute: Callable[[], Measured], before: Measured | None = None
+) -> tuple[Measured | None, list[str]]:
+    """A measurement as plain values, and notes on it; that of before if it gives the same values."""
     try:
         measured = compute()
+        if before is not None and measured.values == before.values:
+            return before, []
     except DualevalError as error:
         if not isinstance(error, RefusedSamples):
             raise
@@ -221,7 +226,7 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
         ]
     checked = plain(name, measured)
     new = checked.warnings[len(measured.warnings) :]
-    return checked, [f"on the first batch alone, {sentence}" for sentence in new]
+    return checked, [*map("on the first batch alone, {}".format, new)]
 
 
 def _try_files(

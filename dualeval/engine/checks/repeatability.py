@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns.ragged import Column
+from dualeval.columns.late import LateColumns
+from dualeval.columns.ragged import Column, all_copied
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.transfer import map_batch
-from dualeval.engine.identity.hasher import digest_of
+from dualeval.engine.identity.hasher import same_bits
 from dualeval.engine.job.evaluation import Evaluation, read_alone
 from dualeval.engine.model.compute import THREADS, Compute, is_compiled, usable_threads
 from dualeval.engine.model.kept import OF_TASK, Kept, plain_values
-from dualeval.engine.model.snapshot import Generators, Snapshot
+from dualeval.engine.model.snapshot import Generators, Snapshot, units_in
 from dualeval.engine.samples.subset import postprocessed
 from dualeval.errors import DualevalError, with_type
 from dualeval.messages import listed
@@ -117,9 +117,9 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
     Yields a function that puts back all but the random states. Of a sharded model, only the buffers are put
     back: FSDP keeps in attributes what its first forward has made.
     """
-    snapshot, generators = Snapshot(_LARGEST), Generators()
-    (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
-    kept = None if task is None or is_sharded(model) else Kept(task, OF_TASK, model)
+    snapshot, generators, sharded = Snapshot(_LARGEST), Generators(), bool(units_in(model.modules()))
+    snapshot.remember_buffers(model.modules()) if sharded else snapshot.remember(model)
+    kept = None if task is None or sharded else Kept(task, OF_TASK, model)
 
     def reset() -> None:
         snapshot.put_back()
@@ -357,8 +357,9 @@ def differences(
     """A warning if the same samples, read and computed twice, give other bits; ``why`` explains it."""
     names = differing(one, other)
     # If no column differs, only tensors are compared: other values may not matter, as the time of reading.
-    of_data = (lambda batch: batch) if names else _tensors_in
-    is_other = data is not again and digest_of(of_data(data)) != digest_of(of_data(again))
+    of_data = (lambda batch: [batch]) if names else _tensors_in
+    first, second = ([], []) if data is again else (of_data(data), of_data(again))
+    is_other = len(first) != len(second) or not all(map(same_bits, first, second))
     if not names and not is_other:
         return []
     cause = _OTHER_DATA if is_other else why()
@@ -379,6 +380,8 @@ def _allowed_of(evaluation: Evaluation) -> float:
 
 
 def _tensors_in(batch: Any) -> list[Tensor]:
+    if type(batch) is dict and {*map(type, batch.values())} == {Tensor}:
+        return [*batch.values()]  # most are, and there is no nest to walk
     leaves: list[Any] = []
     map_batch(leaves.append, batch, leaves.append)
     return [each for each in leaves if isinstance(each, Tensor)]
@@ -406,7 +409,11 @@ def _of_batch(
 
 def differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:
     """The columns that have other bits."""
-    return [name for name, column in one.items() if digest_of(column) != digest_of(other.get(name))]
+    if (isinstance(one, LateColumns) and isinstance(other, LateColumns) and one.kind == other.kind) and all(
+        map(same_bits, one.given.values(), other.given.values())
+    ):
+        return []  # what they are made of is the same
+    return [name for name, column in one.items() if not same_bits(column, other.get(name))]
 
 
 def _in_threads(
@@ -465,13 +472,15 @@ def _meeting(batches: int) -> Iterator[Callable[[], ExitStack]]:
 
 def _copied(data: Any) -> Any:
     """A batch for one forward, which may write into its input."""
+    if type(data) is dict and {*map(type, data.values())} == {Tensor}:
+        return all_copied(data)
     return map_batch(Tensor.clone, data, lambda value: value.clone() if isinstance(value, Tensor) else value)
 
 
 def _state_of(model: nn.Module) -> Snapshot:
     """A model's state, to find later what a forward has changed in it; of a sharded model nothing."""
     state = Snapshot(largest=0)
-    if not is_sharded(model):
+    if not units_in(model.modules()):
         state.remember(model)
     return state
 

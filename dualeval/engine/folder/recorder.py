@@ -142,19 +142,6 @@ class _Part:
         # Number of the batches' rows, and bytes of the values of their ragged columns.
         self.rows = self.ragged_bytes = 0
 
-    def take(self, chunk: int, batches: Sequence[_Finished], failures: Sequence[tuple[int, str]]) -> None:
-        """Take a finished chunk."""
-        rows = 0
-        for finished in batches:
-            rows += finished.rows
-            self.ragged_bytes += finished.ragged_bytes
-        self.chunks.append(chunk)
-        self.rows_of_chunks.append(rows)
-        self.failed_of_chunks.append(len(failures))
-        self.failures += failures
-        self.batches += batches
-        self.rows += rows
-
     def evaluated(self) -> Tensor:
         """Which rows belong to samples that could be read, bool of shape (rows,)."""
         mask = torch.ones(self.rows, dtype=torch.bool)
@@ -266,31 +253,27 @@ class Recorder:
         ragged_bytes = 0
         with self._lock:
             if failed:
-                self._note_failures(failed)
+                failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
+                self.failed.extend(index for index, _ in failures)
+                self._chunk_failures += failures
+                self.first_failed = min(failures[0], self.first_failed or failures[0])
             if columns is not None:
                 if self._empty is None:
                     # Columns that are neither counted nor kept would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
                     self._late_kind = columns.kind if isinstance(columns, LateColumns) else None
-                columns, ragged_bytes = self._checked(columns, self._empty, batch, samples)
+                if not isinstance(columns, LateColumns) or columns.kind != self._late_kind:
+                    columns, ragged_bytes = self._checked(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
             if handed.is_last:
                 self._finish_chunk(handed.chunk)
 
-    def _note_failures(self, failed: Sequence[FailedSample]) -> None:
-        failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
-        self.failed.extend(index for index, _ in failures)
-        self._chunk_failures += failures
-        self.first_failed = min(failures[0], self.first_failed or failures[0])
-
     def _checked(
         self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
     ) -> tuple[Mapping[str, Column], int]:
         """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
-        if isinstance(columns, LateColumns) and columns.kind == self._late_kind:
-            return columns, 0
         used: dict[str, Column] = {}
         ragged_bytes = 0
         for name, like in kinds.items():
@@ -316,8 +299,16 @@ class Recorder:
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()
-        part = self._parts[bool(self._chunk_failures)]
-        part.take(chunk, self._chunk, self._chunk_failures)
+        part, rows = self._parts[bool(self._chunk_failures)], 0
+        for finished in self._chunk:
+            rows += finished.rows
+            part.ragged_bytes += finished.ragged_bytes
+        part.chunks.append(chunk)
+        part.rows_of_chunks.append(rows)
+        part.failed_of_chunks.append(len(self._chunk_failures))
+        part.failures += self._chunk_failures
+        part.batches += self._chunk
+        part.rows += rows
         self._chunk, self._chunk_failures = [], []
         self.metrics_s += perf_counter() - start
         is_full = part.rows >= FLUSH_ROWS or part.ragged_bytes >= FLUSH_BYTES

@@ -176,7 +176,9 @@ def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> b
             f"the model's tensor {name} is on the meta device and has no values. Build the model on a real "
             "device, and load its weights."
         )
-    digest = _opened(tensor.dtype, _shape(tensor), tensor.layout)
+    # A nested tensor has no shape to ask for.
+    shape = () if tensor.is_nested else tuple(tensor.shape)
+    digest = _opened(tensor.dtype, shape, tensor.layout)
     parts = _parts(tensor)
     if parts is None:
         for piece in _pieces(tensor):
@@ -199,11 +201,6 @@ def rows_digest(dtype: torch.dtype, shape: tuple[int, ...], rows: Iterable[Tenso
 
 def _opened(dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout) -> hashlib._Hash:
     return hashlib.sha256(f"{dtype} {shape} {layout}\0".encode())
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    # A nested tensor has no shape to ask for.
-    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 def _parts(tensor: Tensor) -> dict[str, Any] | None:

@@ -121,14 +121,14 @@ def definition(function: FunctionType) -> bytes | CodeType:
         return code
 
 
-def is_own(item: type | FunctionType) -> bool:
-    """Whether a class or function is the user's: of no installed library, not Python's, not dualeval's."""
+def is_own(item: type | FunctionType | str) -> bool:
+    """Whether a class, a function or a module of this name is the user's.
+
+    That is of no installed library, not Python's, not dualeval's.
+    """
     if isinstance(item, type) and not item.__flags__ & _HEAP_TYPE:
         return False
-    return _is_own_module(str(item.__module__ or "builtins"))
-
-
-def _is_own_module(name: str) -> bool:
+    name = item if isinstance(item, str) else str(item.__module__ or "builtins")
     return name.partition(".")[0] != _OWN_PACKAGE and _source(name).library is None
 
 
@@ -196,7 +196,7 @@ def _reached(used: Iterable[str]) -> dict[str, str]:
     waiting = [*used]
     while waiting:
         name = waiting.pop()
-        text = _source(name).text if _is_own_module(name) else None
+        text = _source(name).text if is_own(name) else None
         if text is not None and name not in texts:
             texts[name] = text
             waiting += [*_imports(name), *_held(name)]
@@ -209,14 +209,10 @@ def _imports(name: str) -> Iterator[str]:
     for level, module, names in _source(name).imported:
         above = package.split(".")[: package.count(".") + 2 - level] if level else []
         base = ".".join(filter(None, [*above, module]))
-        yield from _with_parents(base)
-        if base and names and _is_own_module(base) and _source(base).folders:
+        words = base.split(".")
+        yield from (".".join(words[:count]) for count in range(1, len(words) + 1) if all(words))
+        if base and names and is_own(base) and _source(base).folders:
             yield from (f"{base}.{each}" for each in names)
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    words = name.split(".")
-    return (".".join(words[:count]) for count in range(1, len(words) + 1) if all(words))
 
 
 def _held(name: str) -> Iterator[str]:

@@ -209,16 +209,12 @@ def check_same_job(
         ]
         if differing:
             shown = listing(differing, "on rank 0", "here")
+            whole = f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in differing} else ""
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 "Start every rank with the same options, data and weights."
-                f"{_samples_hint(differing)}{_weights_hint(differing)}{structure_hint(differing)}"
+                f"{whole}{_weights_hint(differing)}{structure_hint(differing)}"
             )
-
-
-def _samples_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence if ranks have different samples; else empty."""
-    return f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in differing} else ""
 
 
 def _weights_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:

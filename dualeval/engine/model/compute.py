@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,10 +38,9 @@ THREADS = "dualeval-compute"
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of a model is compiled: the compiler changes and restores settings."""
-    return any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    parts = [*model.modules()]
+    kinds = [type(part).__name__ for part in parts]
+    return "OptimizedModule" in kinds or any(map(attrgetter("_compiled_call_impl"), parts))
 
 
 def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: int, batches: int) -> int:

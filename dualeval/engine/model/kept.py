@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import is_
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,16 +23,23 @@ OF_METRIC = ("update", "compute")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
 _NO_CONFIGS = (nn.Module, Tensor, type, ModuleType, FunctionType)
-_VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
+VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
+# What a value of these holds does not change.
+_HOLD_NONE = (*_PLAIN, type(None), tuple, frozenset)
 # Most bytes of an array that is compared by content; most attributes of an object.
 _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
 
-def put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Restore a dict's entries and their order."""
-    if list(now) != list(before) or not all(map(is_, now.values(), before.values())):
-        now.clear()
-        now.update(before)
+# A value, what it holds, and a function that binds another one in its place.
+_Noted: TypeAlias = tuple[Any, list[Any], Callable[[Any], object]]
+
+
+def put_back(dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+    """Restore the entries of dicts, and their order, to those before."""
+    for now, before in dicts:
+        if list(now) != list(before) or not all(map(is_, now.values(), before.values())):
+            now.clear()
+            now.update(before)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -55,31 +62,30 @@ class Kept:
 
     def changes(self) -> list[str]:
         """The places of values that were replaced, or now hold other values."""
-        now = {place: [value, *inside] for place, (value, inside, _) in self._places().items()}
-        then = {place: [value, *inside] for place, (value, inside, _) in self._before.items()}
-        return [place for place in {**then, **now} if not _are_same(then.get(place), now.get(place))]
+        before, now = self._before, self._places()
+        both = [place for place in before if place in now and _are_same(before[place], now[place])]
+        return [place for place in {**before, **now} if place not in both]
 
     def put_back(self) -> None:
         """Restore attributes, names and containers, but no object's own attributes: they may be related."""
-        put_back(_attributes(self._owner), self._attributes)
+        put_back([(_attributes(self._owner), self._attributes)])
         for value, inside, bind in self._before.values():
             bind(value)
             if issubclass(type(value), dict):
                 half = len(inside) // 2
-                put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
+                put_back([(value, dict(zip(inside[:half], inside[half:], strict=True)))])
             elif type(value) in _LISTS:
                 value.clear()
                 (value.update if type(value) is set else value.extend)(inside)
 
-    def _places(self) -> dict[str, tuple[Any, list[Any], Callable[[Any], object]]]:
+    def _places(self) -> dict[str, _Noted]:
         """The values by their places, what each holds, and a function that binds another value there."""
         owner, held, of_model = self._owner, _attributes(self._owner), self._of_model
-        places = [
-            (f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name))
-            for name, value in list(held.items())
-        ]
-        methods = [getattr(owner, name) for name in self._methods]
-        for function in [getattr(each, "__func__", each) for each in (*methods, *held.values())]:
+        places = list[tuple[str, Any, Callable[[Any], object]]]()
+        for name, value in list(held.items()):
+            places.append((f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name)))
+        for each in (*map(partial(getattr, owner), self._methods), *held.values()):
+            function = getattr(each, "__func__", each)
             if type(function) is not FunctionType or not is_own(function):
                 continue
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -90,7 +96,7 @@ class Kept:
             for name in [each for each in function.__code__.co_names if each in read]:
                 places.append((f"{name} of the module {module}", read[name], partial(read.__setitem__, name)))
         return {
-            place: (value, [] if type(value) in _PLAIN or id(value) in of_model else _inside(value), bind)
+            place: (value, [] if type(value) in _HOLD_NONE or id(value) in of_model else _inside(value), bind)
             for place, value, bind in places
         }
 
@@ -129,9 +135,9 @@ def _is_plain(value: Any) -> bool:
 
 def is_config(value: Any) -> bool:
     """Whether an object holds only values, as transformers' configs do: no module, tensor or handle."""
-    held = {} if type(value) in _VALUES or issubclass(type(value), _NO_CONFIGS) else _attributes(value)
+    held = {} if type(value) in VALUES or issubclass(type(value), _NO_CONFIGS) else _attributes(value)
     return bool(held) and all(
-        type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
+        type(each) in VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
         for each in held.values()
     )
 
@@ -154,10 +160,11 @@ def _inside(value: Any) -> list[Any]:
     )
 
 
-def _are_same(before: list[Any] | None, now: list[Any] | None) -> bool:
-    if before is None or now is None or len(before) != len(now):
+def _are_same(before: _Noted, now: _Noted) -> bool:
+    one, other = [before[0], *before[1]], [now[0], *now[1]]
+    if len(one) != len(other):
         return False
-    return all(map(is_, before, now)) or all(
-        one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
-        for one, other in zip(before, now, strict=True)
+    return all(map(is_, one, other)) or all(
+        a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
+        for a, b in zip(one, other, strict=True)
     )

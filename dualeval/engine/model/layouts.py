@@ -49,7 +49,7 @@ def layout_of(model: nn.Module, asked: str) -> str:
                 "Convert the model before (model.to(memory_format=torch.channels_last)), or leave --layout "
                 "out."
             )
-        if not any(_has_images_dimensions(tensor) for tensor in _tensors(model)):
+        if not any(each.ndim == _IMAGE_DIMENSIONS and each.is_floating_point() for each in _tensors(model)):
             raise UsageError(
                 f"--layout {asked}: the model has no weight of four dimensions, such as those of image "
                 "convolutions. Leave it out."
@@ -122,7 +122,7 @@ def converter(layout: str) -> Callable[[Tensor], Tensor]:
     memory_format = torch.channels_last if is_last else torch.contiguous_format
 
     def convert(tensor: Tensor) -> Tensor:
-        if not _has_images_dimensions(tensor):
+        if tensor.ndim != _IMAGE_DIMENSIONS or not tensor.is_floating_point():
             return tensor
         converted = tensor.contiguous(memory_format=memory_format)
         _, channels, height, width = tensor.shape
@@ -162,7 +162,3 @@ def _foreign_tensor(model: nn.Module) -> str | None:
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
             return type(tensor).__name__
     return None
-
-
-def _has_images_dimensions(tensor: Tensor) -> bool:
-    return tensor.ndim == _IMAGE_DIMENSIONS and tensor.is_floating_point()

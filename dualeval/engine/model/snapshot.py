@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,9 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from dualeval.engine.device.accelerator import random_states, set_random_states
 from dualeval.engine.device.divided import is_unit, reshard
-from dualeval.engine.model.kept import Kept, is_config, put_back, version_of
+from dualeval.engine.model.kept import VALUES, Kept, is_config, put_back
 from dualeval.errors import UsageError
 
+_FSDP = "torch.distributed.fsdp"
 # The first forward of a sharded model adds these, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -43,74 +45,110 @@ class Snapshot:
 
     def remember(self, model: nn.Module) -> None:
         """Note the state of a model, unless it is known; a sharded model's parameters are divided first."""
-        reshard(model.modules())
-        for module in model.modules():
-            if id(module) not in self._modules:
-                self._modules[id(module)] = _Module.of(module)
-                for parameter in module._parameters.values():
-                    self._note(parameter, keeps_values=False)
-                self._note_buffers(module)
-                for name, value in self._modules[id(module)].attributes.items():
-                    if name not in _OF_MODULES and id(value) not in self._configs and is_config(value):
-                        self._configs[id(value)] = Kept(value, ())
+        units, parameters = units_in(model.modules()), list[Tensor | None]()
+        reshard(units.values())
+        new = [module for module in model.modules() if id(module) not in self._modules]
+        for module in new:
+            parameters += module._parameters.values()
+            attributes, dicts = dict[str, Any](), dict[str, dict[Any, Any]]()
+            # A program's attributes are not Python's.
+            for name, value in () if isinstance(module, torch.jit.ScriptModule) else vars(module).items():
+                attributes[name] = value
+                if name in _DICTS and not (name in _OF_STATE_DICTS and id(module) in units):
+                    dicts[name] = dict(value)
+                elif name in _OF_MODULES or type(value) in VALUES or id(value) in self._configs:
+                    continue
+                elif is_config(value):
+                    self._configs[id(value)] = Kept(value, ())
+            self._modules[id(module)] = _Module(module, attributes, dicts)
+        self._note(parameters)
+        self.remember_buffers(new)
 
     def knows(self, model: nn.Module) -> bool:
         """Whether a part of a model belongs to one that is remembered."""
         return any(id(module) in self._modules for module in model.modules())
 
-    def remember_buffers(self, model: nn.Module) -> None:
-        """Note only a model's buffers and their values."""
-        for module in model.modules():
-            self._note_buffers(module)
+    def remember_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Note only the buffers of modules, and their values."""
+        buffers, copied = list[Tensor](), set[int]()
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_lazy(buffer):
+                    if not isinstance(module, torch.jit.ScriptModule):
+                        self._buffers.append((module, name, buffer))
+                    buffers.append(buffer)
+                    size = buffer.numel() * buffer.element_size()
+                    if size <= self._left:
+                        copied.add(id(buffer))
+                        self._left -= size
+        self._note(buffers, copied)
 
-    def _note_buffers(self, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not is_lazy(buffer):
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._buffers.append((module, name, buffer))
-                size = buffer.numel() * buffer.element_size()
-                self._note(buffer, keeps_values=size <= self._left)
-                self._left -= size if size <= self._left else 0
-
-    def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
-        if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
+    def _note(self, tensors: Iterable[Tensor | None], copied: Collection[int] = ()) -> None:
+        """Note tensors; the values of those with these ids are copied."""
+        for tensor in tensors:
+            if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
+                # Elements of an expanded tensor share memory: torch refuses to write into it as a whole.
+                is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
+                self._tensors[id(tensor)] = _Tensor(
+                    tensor,
+                    tensor.data,
+                    tensor.requires_grad,
+                    tensor.grad if tensor.is_leaf else None,
+                    # Inference tensors do not count how often they were written.
+                    0 if tensor.is_inference() else tensor._version,
+                    tensor.detach().clone() if id(tensor) in copied and not is_expanded else None,
+                )
 
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
-        reshard(module.module for module in self._modules.values())
+        modules = [*self._modules.values()]
+        reshard(units_in([each.module for each in modules]).values())
         # A first forward that wrote into parameters may have noted this in an attribute, which must stay.
-        written = self._written()
-        held = [module.dicts.get("_parameters", {}).values() for module in self._modules.values()]
-        for module in self._modules.values() if written.isdisjoint(map(id, chain(*held))) else ():
-            module.put_back()
+        held = [each.dicts.get("_parameters", {}).values() for each in modules]
+        if self._written().isdisjoint(map(id, chain(*held))):
+            # Not by setattr or train(): the model may override both.
+            put_back([(vars(each.module), each.attributes) for each in modules if each.attributes])
+            put_back([(vars(each.module)[at], each.dicts[at]) for each in modules for at in each.dicts])
         for config in self._configs.values():
             config.put_back()
         for owner, name, buffer in self._buffers:
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
-        for tensor in self._tensors.values():
-            tensor.put_back()
+        for noted in self._tensors.values():
+            tensor, data = noted.tensor, noted.data
+            if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
+                # Moved or cast in place: its former memory is still there.
+                tensor.data = data
+            if noted.values is not None and not tensor.is_inference():
+                # Batch norms write into buffers without raising the version. Neither does this, as data has
+                # its own: a backward whose forward came before still works.
+                data.copy_(noted.values)
+            if tensor.is_leaf:
+                if tensor.requires_grad != noted.requires_grad:
+                    tensor.requires_grad_(noted.requires_grad)
+                if tensor.grad is not noted.grad:
+                    tensor.grad = noted.grad
 
     def changes(self) -> list[str]:
         """The modules' attributes that were replaced, and the tensors that were written into."""
         changed, written = list[str](), self._written()
         for kept in self._modules.values():
             now, kind = vars(kept.module), type(kept.module).__name__
-            dicts = [now, *map(now.__getitem__, kept.dicts)], [kept.attributes, *kept.dicts.values()]
-            for held, before in filter(any, zip(*dicts, strict=True)):  # most are empty
-                names = [
-                    name for name in {**before, **held} if held.get(name, self) is not before.get(name, self)
-                ]
-                names += [
-                    name for name, value in before.items() if id(value) in written and name not in names
-                ]
-                changed += [f"{kind}.{name}" for name in names]
+            # Without a call for each dict: a model has hundreds, and most are empty.
+            for at in (None, *kept.dicts):
+                held, before = (now, kept.attributes) if at is None else (now[at], kept.dicts[at])
+                for name in {**before, **held}:
+                    if held.get(name, self) is not before.get(name, self):
+                        changed.append(f"{kind}.{name}")
+                for name, value in before.items():
+                    if id(value) in written and held.get(name, self) is value:
+                        changed.append(f"{kind}.{name}")
         return [*changed, *chain(*[config.changes() for config in self._configs.values()])]
 
     def _written(self) -> set[int]:
         """The ids of the tensors that were written into; no other object has one of these, as they live."""
-        return {key for key, tensor in self._tensors.items() if tensor.is_changed}
+        noted = [each for each in self._tensors.values() if not each.tensor.is_inference()]
+        return {id(each.tensor) for each in noted if each.tensor._version != each.version}
 
     def check(self) -> None:
         """Check that no parameter was written into: their values are not copied."""
@@ -133,23 +171,6 @@ class _Module:
     attributes: dict[str, Any]
     dicts: Mapping[str, dict[Any, Any]]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> _Module:
-        if isinstance(module, torch.jit.ScriptModule):
-            return cls(module, {}, {})  # a program, whose attributes are not Python's
-        attributes, left = vars(module), _OF_STATE_DICTS if is_unit(module) else ()
-        names = [name for name in _DICTS if name in attributes and name not in left]
-        return cls(module, dict(attributes), {name: dict(attributes[name]) for name in names})
-
-    def put_back(self) -> None:
-        # Not by setattr or train(): the model may override both.
-        attributes = vars(self.module)
-        if self.attributes:
-            put_back(attributes, self.attributes)
-        for name, before in self.dicts.items():
-            if before or attributes[name]:
-                put_back(attributes[name], before)
-
 
 @dataclass(frozen=True)
 class _Tensor:
@@ -160,33 +181,10 @@ class _Tensor:
     version: int
     values: Tensor | None
 
-    @classmethod
-    def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
-        # Elements of an expanded tensor share memory: torch refuses to write into it as a whole.
-        is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
-        values = tensor.detach().clone() if keeps_values and not is_expanded else None
-        grad = tensor.grad if tensor.is_leaf else None
-        return cls(tensor, tensor.data, tensor.requires_grad, grad, version_of(tensor), values)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the tensor was written into since."""
-        return version_of(self.tensor) != self.version
-
-    def put_back(self) -> None:
-        tensor, data = self.tensor, self.data
-        if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
-            # Moved or cast in place: its former memory is still there.
-            tensor.data = data
-        if self.values is not None and not tensor.is_inference():
-            # Batch norms write into buffers without raising the version. Neither does this, as data has its
-            # own: a backward whose forward came before still works.
-            data.copy_(self.values)
-        if tensor.is_leaf:
-            if tensor.requires_grad != self.requires_grad:
-                tensor.requires_grad_(self.requires_grad)
-            if tensor.grad is not self.grad:
-                tensor.grad = self.grad
+def units_in(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """The modules that FSDP divides, by id; none where nobody has imported it, and then none is asked."""
+    return {id(each): each for each in modules if is_unit(each)} if _FSDP in sys.modules else {}
 
 
 def named_by(function: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,13 +37,11 @@ _NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 class _Declared(dict[str, Values]):
     """The columns of one metric, by name."""
 
-    def __init__(self, metric: str, columns: Mapping[str, Values]) -> None:
-        super().__init__(columns)
-        self._metric = metric
+    metric: str
 
     def __missing__(self, name: str) -> Values:
         raise UsageError(
-            f"metric {self._metric!r} reads column {name!r}, which is not among its columns "
+            f"metric {self.metric!r} reads column {name!r}, which is not among its columns "
             f"({', '.join(self)}). Add {name!r} to the metric's 'columns'."
         )
 
@@ -75,13 +74,16 @@ def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
 
 def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
     """The columns that a metric has declared; it is a ``UsageError`` if it reads any other."""
-    absent = [name for name in metric.columns if name not in columns]
-    if absent:
-        raise UsageError(
-            f"metric {metric.name!r} reads column {absent[0]!r}, which the task does not make. Its columns: "
-            f"{', '.join(columns)}."
-        )
-    return _Declared(metric.name, {name: columns[name] for name in metric.columns})
+    read = _Declared[Values]()
+    read.metric = metric.name
+    for name in metric.columns:
+        if name not in columns:
+            raise UsageError(
+                f"metric {metric.name!r} reads column {name!r}, which the task does not make. Its columns: "
+                f"{', '.join(columns)}."
+            )
+        read[name] = columns[name]
+    return read
 
 
 def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
@@ -98,14 +100,6 @@ def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches
         start += count
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _is_pair(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2:
         return False
@@ -113,19 +107,19 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
+    return isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
 
 
 _VALUE = "a number, a text, a list or dict of them, or None"
-# For the fields of ``Measured`` with entries by key: a check of an entry, and its description.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+# For the fields of ``Measured`` with entries by key: an entry's type, or a check of it, and its description.
+_EXPECTED: dict[str, tuple[type | Callable[[Any], bool], str]] = {
     "intervals": (_is_pair, "a pair of numbers"),
-    "rough": (_is_text, "a text"),
+    "rough": (str, "a text"),
     "nonfinite": (_is_counts, "a dict of whole numbers"),
-    "units": (_is_text, "a text"),
-    "directions": (lambda value: value in DIRECTIONS, " or ".join(DIRECTIONS)),
-    "scores": (lambda value: isinstance(value, Score), "a dualeval.metrics.Score"),
-    "work": (_is_count, "a whole number"),
+    "units": (str, "a text"),
+    "directions": (DIRECTIONS.__contains__, " or ".join(DIRECTIONS)),
+    "scores": (Score, "a dualeval.metrics.Score"),
+    "work": (int, "a whole number"),
 }
 
 
@@ -139,7 +133,10 @@ def plain(metric: str, measured: Measured) -> Measured:
             f"metric {metric!r} returned a {type(measured).__name__}, expected dualeval.Measured(values=...)"
         )
     lost: list[str] = []
-    fields = {name: _field(metric, name, getattr(measured, name), lost) for name in ("values", *_EXPECTED)}
+    fields = dict[str, dict[str, Any]]()
+    for name in ("values", *_EXPECTED):
+        nest = getattr(measured, name)
+        fields[name] = {} if type(nest) is dict and not nest else _field(metric, name, nest, lost)
     for name in ("intervals", "units", "directions", "scores", "rough"):
         known = measured.intervals if name == "rough" else measured.values
         for key in fields[name]:
@@ -148,7 +145,7 @@ def plain(metric: str, measured: Measured) -> Measured:
     # Drop intervals with a missing end.
     fields["intervals"] = {key: tuple(ends) for key, ends in fields["intervals"].items() if None not in ends}
     sentences = measured.warnings
-    if not isinstance(sentences, (tuple, list)) or not all(map(_is_text, sentences)):
+    if not isinstance(sentences, (tuple, list)) or not all(isinstance(each, str) for each in sentences):
         raise _unexpected(metric, "warnings", sentences, "a tuple of texts")
     checked = replace(measured, **fields, warnings=(*sentences, *lost))
     try:
@@ -163,10 +160,17 @@ def plain(metric: str, measured: Measured) -> Measured:
 
 def _field(metric: str, field: str, nest: Any, lost: list[str]) -> dict[str, Any]:
     """A field with entries by key, checked; in errors, keys of ``values`` appear without the field's name."""
-    entries = _mapping(metric, field, nest, lost, at_top=field == "values")
+    entries: dict[str, Any] | None = None
+    if type(nest) is dict:
+        with suppress(TypeError, ValueError):  # most are plain already, and JSON's own code is faster
+            entries = json.loads(json.dumps(nest, allow_nan=False))
+    if entries is None or entries != nest:  # also with tuples, or keys that are no text
+        entries = _mapping(metric, field, nest, lost, at_top=field == "values")
+    elif field == "values":
+        return entries
     fits, expected = _EXPECTED.get(field, (lambda value: not isinstance(value, Score), _VALUE))
     for key, value in entries.items():
-        if not fits(value):
+        if not (isinstance(value, fits) if isinstance(fits, type) else fits(value)):
             raise _unexpected(metric, f"{field}.{key}", nest[key], expected)
     return entries
 

@@ -129,7 +129,7 @@ def opened_nest(nest: Any) -> _Opened | None:
 
 
 def _keys(keys: Iterable[Any]) -> list[str]:
-    return [f".{key}" for key in keys]
+    return [*map(".{}".format, keys)]
 
 
 def _numbers(parts: Sequence[Any]) -> list[str]:

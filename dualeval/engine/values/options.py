@@ -36,10 +36,6 @@ def _is_path_or_none(value: object) -> bool:
     return value is None or (isinstance(value, str | Path) and value != "")
 
 
-def _is_out(value: object) -> bool:
-    return isinstance(value, NewFolder) or _is_path_or_none(value)
-
-
 def _is_text(value: object) -> bool:
     return value is None or isinstance(value, str)
 
@@ -74,7 +70,7 @@ class RunOptions(EvaluationOptions):
 
     out: Out = option(
         None,
-        fits=_is_out,
+        fits=lambda value: isinstance(value, NewFolder) or _is_path_or_none(value),
         expected=f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})",
     )
     # How chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that has time for

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.small_images import IdxImages
+from dualeval.engine.identity.hasher import same_bits
 from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.tasks.image_classification import ImageClassification
@@ -158,3 +160,16 @@ def test_the_result_holds_both_fingerprints(folder: Path, tmp_path: Path) -> Non
     assert result.data["fingerprint"] == job["data"] == ImageFolder(folder, SMALL).fingerprint(2)
     assert result.data["contents"] == job["contents"]
     assert len(job["contents"]) == 64
+
+
+def test_columns_are_compared_by_their_bits() -> None:
+    ones, nan, turned = torch.ones(2), torch.tensor([float("nan")]), torch.complex(*torch.eye(2)).conj()
+    for one, same in ((nan, nan.clone()), (turned, turned.resolve_conj()), (ones[::2], torch.ones(1))):
+        assert same_bits(one, same)
+    for one, other in (
+        (ones * 0, ones * -0.0),
+        (ones, ones.double()),
+        (turned.imag, -turned.imag),
+        (ones, None),
+    ):
+        assert not same_bits(one, other)
