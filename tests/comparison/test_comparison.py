@@ -22,6 +22,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Metric, Ratio, RowMetric
 from dualeval.report.comparison import as_markdown, in_unit
 from dualeval.result import PREDICTIONS, RESULT, STATUS, checksum_of
+from tests.comparison.conftest import two_runs
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles.tiny import TinyTask
 
@@ -51,10 +52,7 @@ class SeededTask(TinyTask):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for seed, name in enumerate(("a", "b")):
-        evaluate(SeededTask(COUNT, seed=seed), folder / name, batch_size=32)
-    return folder / "a", folder / "b"
+    return two_runs(tmp_path_factory.mktemp("runs"), lambda seed: SeededTask(COUNT, seed=seed))
 
 
 def table_of(run: Path) -> Any:
