@@ -457,29 +457,6 @@ def test_a_warning_of_torchmetrics_is_in_the_result() -> None:
     assert said.startswith("MulticlassAUROC: TorchMetrics warns: No positive samples in targets")
 
 
-def test_objects_that_are_no_such_metrics_are_refused(package: ModuleType) -> None:
-    class Network(package.Metric):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = torch.nn.Linear(2, 2)
-
-        def update(self, value: Tensor) -> None: ...
-
-        def compute(self) -> Tensor:
-            return torch.zeros(())
-
-    for given, message in [
-        (Network(), r"Network evaluates a network of its own \(Linear\)"),
-        (package.MeanMetric, r"is the class of a metric: give an object of it, MeanMetric\(...\)"),
-        (package.MetricCollection([package.MeanMetric()]), "not a metric by itself"),
-        (package.wrappers.Running(package.MeanMetric()), "the last few updates"),
-        (3, "int is not a metric of TorchMetrics"),
-        (torch.nn.Linear(2, 2), "Linear is not a metric of TorchMetrics"),
-    ]:
-        with pytest.raises(UsageError, match=message):
-            from_torchmetrics(given, ["value"])
-
-
 def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"not installed\. Type: pip install 'dualeval.torchmetrics.'"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dualeval.columns.ragged import Ragged, Text, to_rows
 from dualeval.errors import UsageError
@@ -167,3 +168,26 @@ def test_a_metric_of_scores_gets_the_column_it_can_read(call: str, preds: str | 
             from_text(f"torchmetrics:{call}", available)
     else:
         assert from_text(f"torchmetrics:{call}", available).columns == (preds, "target")
+
+
+def test_objects_that_are_no_such_metrics_are_refused(package: ModuleType) -> None:
+    class Network(package.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = torch.nn.Linear(2, 2)
+
+        def update(self, value: Tensor) -> None: ...
+
+        def compute(self) -> Tensor:
+            return torch.zeros(())
+
+    for given, message in [
+        (Network(), r"Network evaluates a network of its own \(Linear\)"),
+        (package.MeanMetric, r"is the class of a metric: give an object of it, MeanMetric\(...\)"),
+        (package.MetricCollection([package.MeanMetric()]), "not a metric by itself"),
+        (package.wrappers.Running(package.MeanMetric()), "the last few updates"),
+        (3, "int is not a metric of TorchMetrics"),
+        (torch.nn.Linear(2, 2), "Linear is not a metric of TorchMetrics"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            from_torchmetrics(given, ["value"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.metrics.torchmetrics.metric import torchmetrics
 from dualeval.result import Result
-from tests.conftest import Launch
 
 SAMPLES = 70
 # Here: the import sets a variable.
@@ -483,19 +481,3 @@ def test_a_derived_class_may_write_into_its_columns() -> None:
     assert values["loss"] == loss
     assert values["twice"] == pytest.approx(2 * float(str(loss)))
     assert values["four times"] == pytest.approx(4 * float(str(loss)))
-
-
-def test_data_without_a_readable_sample_are_refused() -> None:
-    class Torn(Mapped):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            raise ValueError("torn")
-
-    with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Fix the data"):
-        evaluate(model=linear(5, 7), data=Torn(), on_error="skip")
-
-
-def test_an_input_that_is_refused_ends_a_script_with_one_line(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import dualeval\ndualeval.evaluate(model={}, data=[1])\n")
-    done = launch([sys.executable, tmp_path / "script.py"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("dualeval: error: model is a dict") and done.stderr.count("\n") == 1

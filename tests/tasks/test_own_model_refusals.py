@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import dualeval
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
+from tests.conftest import Launch
 from tests.tasks.test_own_model import SAMPLES, TORCHMETRICS, Mapped, evaluate, linear, numbers
 
 
@@ -110,3 +113,19 @@ def test_a_task_beside_a_model_is_refused() -> None:
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
         dualeval.evaluate(task, model=linear(5, 7))
+
+
+def test_data_without_a_readable_sample_are_refused() -> None:
+    class Torn(Mapped):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise ValueError("torn")
+
+    with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Fix the data"):
+        evaluate(model=linear(5, 7), data=Torn(), on_error="skip")
+
+
+def test_an_input_that_is_refused_ends_a_script_with_one_line(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import dualeval\ndualeval.evaluate(model={}, data=[1])\n")
+    done = launch([sys.executable, tmp_path / "script.py"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dualeval: error: model is a dict") and done.stderr.count("\n") == 1
