@@ -1,6 +1,8 @@
 """Backends: collectives between the ranks of a run, one interface over several libraries.
 
 ``connect`` is the way in; ``dualeval.launch.launchers`` says which backend goes with which launcher.
+Callers: joining, and whoever is handed a ``Backend``. Keep: the five rules of ``base.py``, which all backends
+pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Who started this process."""
+"""Who started this process: the launcher, and this process's place among the ranks.
+
+It imports no backend. Begin with ``detect.py``; a launcher is a file of ``launchers/``.
+Callers: joining, world, cli, tools. Keep: the environment is read and never written; a variable that is
+missing is an error, never rank 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The command line: which command is where, and the one place that turns errors into exit codes."""
+"""The command line: which command is where, and the one place that turns errors into exit codes.
+
+It may import all but tools, which a table names. Begin with ``run.py`` and ``options.py``.
+Callers: the program ``dualeval``, and tools, whose commands are made alike. Keep: flags, exit codes, what is
+printed.
+"""
 
 from __future__ import annotations
 

@@ -204,17 +204,17 @@ class TextRows(RaggedRows):
 
 # What a task makes of a batch and a ledger metric reads; and the same in numpy, for files and row metrics.
 Column: TypeAlias = "Tensor | Ragged"
-Rows: TypeAlias = "npt.NDArray[Any] | RaggedRows"
+NumpyRows: TypeAlias = "npt.NDArray[Any] | RaggedRows"
 _COLUMNS: dict[str, type[Ragged]] = {"ragged": Ragged, "text": Text}
 _ROWS: dict[str, type[RaggedRows]] = {"ragged": RaggedRows, "text": TextRows}
 
 
-def form_of(column: Column | Rows) -> str:
+def form_of(column: Column | NumpyRows) -> str:
     """ "plain", "ragged" or "text"."""
     return column.form if isinstance(column, (Ragged, RaggedRows)) else "plain"
 
 
-def values_of(rows: Rows) -> npt.NDArray[Any]:
+def values_of(rows: NumpyRows) -> npt.NDArray[Any]:
     """The array that holds the values: the rows themselves, where each is as long as the others."""
     return rows.values if isinstance(rows, RaggedRows) else rows
 
@@ -259,7 +259,7 @@ def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:
     return cast(Ragged, of_parts(type(column), [change(part) for part in parts_of(column)]))
 
 
-def each_array(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], rows: Rows) -> Rows:
+def each_array(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], rows: NumpyRows) -> NumpyRows:
     """As ``each_part``, of rows in numpy."""
     return (
         type(rows)(change(rows.values), change(rows.offsets))
@@ -268,13 +268,13 @@ def each_array(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], rows: Row
     )
 
 
-def kind_of(column: Column | Rows) -> tuple[str, Any, tuple[int, ...]]:
+def kind_of(column: Column | NumpyRows) -> tuple[str, Any, tuple[int, ...]]:
     """What is the same for every batch: form, dtype, and shape of a row (of one value of a ragged row)."""
     values = column.values if isinstance(column, (Ragged, RaggedRows)) else column
     return form_of(column), values.dtype, tuple(values.shape[1:])
 
 
-def kind_text(column: Column | Rows) -> str:
+def kind_text(column: Column | NumpyRows) -> str:
     """A column's kind, for people."""
     form, dtype, shape = kind_of(column)
     if form == "plain":
@@ -298,7 +298,7 @@ def concatenated(columns: Sequence[Column]) -> Column:
     return column
 
 
-def concatenated_rows(rows: Sequence[Rows]) -> Rows:
+def concatenated_rows(rows: Sequence[NumpyRows]) -> NumpyRows:
     """As ``concatenated``, of rows in numpy."""
     first, values = rows[0], np.concatenate([values_of(part) for part in rows])
     if not isinstance(first, RaggedRows):
@@ -307,14 +307,14 @@ def concatenated_rows(rows: Sequence[Rows]) -> Rows:
     return type(first)(values, offsets_of(lengths))
 
 
-def to_rows(column: Column) -> Rows:
+def to_rows(column: Column) -> NumpyRows:
     """A column of the host in numpy, in the same memory."""
     if not isinstance(column, Ragged):
         return column.numpy()
     return rows_of(column.form, column.values.numpy(), column.offsets.numpy())
 
 
-def to_column(rows: Rows) -> Column:
+def to_column(rows: NumpyRows) -> Column:
     """Rows in torch; in the same memory where they lie there in order."""
     values = torch.from_numpy(np.ascontiguousarray(values_of(rows)))
     if not isinstance(rows, RaggedRows):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dualeval.columns.ragged import Rows
+from dualeval.columns.ragged import NumpyRows
 from dualeval.engine.checks.replay import Proven, batches_of_predictions, comparable, metric_digests
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import chunks_by_machine
@@ -309,7 +309,7 @@ class _Ended:
         reads = {name for each in (of.metrics, of.row_metrics) for metric in each for name in metric.columns}
         return [*mistakes.of_rows(self._columns(rows, names), samples, reads=reads)] if names else []
 
-    def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
+    def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, NumpyRows]:
         """Columns of all evaluated samples, mapped from files if there is a folder."""
         folder = None if self._folder is None else self._folder.path
         return read_columns(rows, self._plan, names, folder, self._step)

@@ -2,6 +2,10 @@
 
 Read ``evaluate`` from top to bottom. Each step is a room of its own; what a step decides, the ``Run`` keeps.
 What differs where the model is a caller's, is divided or computes in lockstep, is a ``Strategy``'s.
+
+Where to look: a batch is counted in ``engine/folder/recorder.py``, a killed rank is named in
+``engine/control/ending.py``; ``--precision`` acts where ``options/precision.py`` says; the prefix of a
+checkpoint's names goes in ``models/prefixes.py``; the page gets its pictures in ``report/page/content.py``.
 """
 
 from __future__ import annotations

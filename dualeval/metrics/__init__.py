@@ -2,6 +2,10 @@
 
 A metric is ``size`` slots of the run's int64 ledger, ``update`` (samples into slots) and ``compute`` (slots
 to values). It knows no communicator: ranks, chunks and restarts are merged by adding ledgers, by the engine.
+
+It imports columns. Begin with ``metric.py``.
+Callers: tasks declare them, the engine counts and computes them, comparison reads their scores. Keep: slots
+are integers, and merging adds them; the names of values are public; this room's text is in identities.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """What the engine asks of a task: the data set, the model, and what to observe of each batch.
 
 The engine owns device, precision, inference mode and order; a task owns everything that has a meaning.
+
+It imports columns, models, data and metrics. Begin with ``Task``, below, then ``image_classification.py``.
+Callers: the engine, which knows ``Task`` and ``Dataset`` alone; cli and ``door.py``. Keep: names and defaults
+of a task are public; columns and their order are rows on the disk; this room's text is in identities.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""World: who this process is among the processes of one run."""
+"""World: who this process is among the processes of one run.
+
+Callers: launch makes one, backends and the engine take it. Keep: it is a plain value, read once; no torch
+here.
+"""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import dualeval
 from dualeval.columns.ragged import (
+    NumpyRows,
     Ragged,
     RaggedRows,
-    Rows,
     Text,
     TextRows,
     as_column,
@@ -264,7 +264,7 @@ def test_a_file_without_columns_has_empty_rows() -> None:
 # -- mapped columns ----------------------------------------------------------------------------------
 
 
-def pieces() -> list[dict[str, Rows]]:
+def pieces() -> list[dict[str, NumpyRows]]:
     whole = {name: to_rows(column) for name, column in columns().items()}
     return [
         {name: rows[part] for name, rows in whole.items()} for part in (slice(0, 2), slice(2, 2), slice(2, 5))
@@ -281,7 +281,7 @@ def test_columns_come_back_whole_and_read_only(tmp_path: Path, where: str) -> No
     check_read_only(found, {name: to_rows(column) for name, column in columns().items()})
 
 
-def check_read_only(found: Mapping[str, Rows], wanted: Mapping[str, Rows]) -> None:
+def check_read_only(found: Mapping[str, NumpyRows], wanted: Mapping[str, NumpyRows]) -> None:
     for name, column in wanted.items():
         assert found[name].tolist() == column.tolist(), name
         assert type(found[name]) is type(column)

@@ -18,6 +18,7 @@ from dualeval.comparison.groups import Group, bounds_by_holm, worst_gate
 from dualeval.comparison.statistics import LEVEL, ProportionDifference
 from dualeval.errors import UsageError
 from dualeval.report.comparison import as_markdown
+from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import changed, table_of
 from tests.engine.scoring.test_slices import Scanned
 from tests.engine.test_evaluator import evaluate
@@ -34,10 +35,7 @@ class Seeded(TinyTask):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for seed, name in enumerate(("a", "b")):
-        evaluate(Seeded(seed), folder / name, batch_size=32)
-    return folder / "a", folder / "b"
+    return two_runs(tmp_path_factory.mktemp("runs"), Seeded)
 
 
 def places(run: Path, label: str) -> list[int]:

@@ -195,13 +195,15 @@ def test_rooms_inside_a_room_stand_on_floors(room: str) -> None:
 
 
 def test_a_room_says_what_it_is() -> None:
-    """Each folder of the engine and of the package's new rooms has a door of at most ten lines."""
-    for door in [
-        *(PACKAGE / "engine").rglob("__init__.py"),
-        *(PACKAGE / name / "__init__.py" for name in ROOMS[6:9]),
-    ]:
-        lines = door.read_text("utf-8").splitlines()
-        assert len(lines) <= 10 and "Begin with" in "".join(lines), door
+    """Each folder's door says in at most ten lines what it is, and who calls it; many, where to begin."""
+    for door in (path for path in sources() if path.name == "__init__.py"):
+        text = ast.get_docstring(ast.parse(door.read_text("utf-8"))) or ""
+        assert len(text.splitlines()) < 10, door
+        room = door.parent.relative_to(PACKAGE).parts
+        if room and (len(room) == 1 or room[0] == "engine") and room != ("assets",):
+            assert "Caller" in text, door
+        if room and room[0] in ("engine", *ROOMS[6:9]):
+            assert "Begin with" in text, door
 
 
 def name_of(path: Path) -> str:

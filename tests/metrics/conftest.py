@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
+
+from dualeval.metrics.torchmetrics.metric import torchmetrics
 
 
 @pytest.fixture
@@ -24,3 +27,8 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Metric .* will save all")
         yield
+
+
+@pytest.fixture(scope="module")
+def package() -> ModuleType:
+    return torchmetrics()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Metric, Ratio, TopK
@@ -29,7 +30,6 @@ from dualeval.metrics.squad import F1, ExactMatch
 
 
 def test_students_quantiles_are_those_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
     for degrees in (*range(1, 40), 1_000, 10**6):
         assert student_95(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-8)
     for degrees in (1.1, 1.9, 2.5, 28.7):
@@ -140,3 +140,48 @@ def test_a_score_takes_bools_and_integers() -> None:
     rows = {"right": np.array([True, False]), "weight": np.array([3, 1], np.uint8)}
     y, x, _ = Score(column="right", weight="weight").terms(rows)
     assert (y.tolist(), x.tolist()) == ([3.0, 0.0], [3.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials"), [(0, 1), (1, 1), (3, 3), (16, 20), (0, 50), (50, 50), (9_214, 10_000)]
+)
+def test_wilson_interval_is_the_printed_formula(successes: int, trials: int) -> None:
+    z, p, n = 1.959963984540054, successes / trials, trials
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half_width = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = wilson_interval(successes, trials)
+    assert low == pytest.approx(centre - half_width, abs=1e-14)
+    assert high == pytest.approx(centre + half_width, abs=1e-14)
+    assert 0 <= low <= p <= high <= 1
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+def test_the_end_near_few_is_that_of_a_poisson_variable(few: int) -> None:
+    """The mean that is at least so large in 5 % of all cases: half the 0.05 quantile of chi-squared."""
+    least = stats.chi2.ppf(0.05, 2 * few) / 2
+    low, high = wilson_interval(few, 200)
+    assert low == pytest.approx(least / 200, rel=1e-12)
+    assert wilson_interval(200 - few, 200) == pytest.approx((1 - high, 1 - low), rel=1e-12)
+    # By Wilson's formula, the other end too.
+    z_squared = 1.959963984540054**2
+    root = math.sqrt(z_squared * (few * (200 - few) / 200 + z_squared / 4))
+    assert high == pytest.approx((few + z_squared / 2 + root) / (200 + z_squared))
+    assert low < (few + z_squared / 2 - root) / (200 + z_squared)
+
+
+@pytest.mark.parametrize("samples", [20, 100, 176, 300, 1_000])
+def test_intervals_of_fractions_cover_wherever_the_fraction_is(samples: int) -> None:
+    """Of all outcomes; by Wilson's formula alone 84 % hold 1 - 0.18 / N."""
+    ends = np.array([wilson_interval(count, samples) for count in range(samples + 1)])
+    # Also beside each end, where one outcome fewer holds it.
+    right = np.concatenate([np.linspace(0.5, 0.9999, 500), ends[:, 0] - 1e-9, ends[:, 1] + 1e-9])
+    right = right[(right > 0.5) & (right < 1)][:, None]
+    chances = stats.binom.pmf(np.arange(samples + 1), samples, right)
+    holds = (ends[:, 0] <= right) & (right <= ends[:, 1])
+    assert (chances * holds).sum(1).min() > 0.92
+
+
+def test_wilson_intervals_are_those_published() -> None:
+    # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: 81 of 263 and 0 of 20.
+    assert [round(end, 4) for end in wilson_interval(81, 263)] == [0.2553, 0.3662]
+    assert [round(end, 4) for end in wilson_interval(0, 20)] == [0.0, 0.1611]

@@ -180,12 +180,8 @@ def test_what_is_only_printed_has_to_be_printed(
 def test_a_standstill_is_noticed_with_standard_error_closed(launch: Launch, tmp_path: Path) -> None:
     """A rank that stands still is noticed all the same."""
     model = [
-        "--model",
-        "tests.vehicles.faulty_models:fashion_cnn",
-        "--weights",
-        "random:0",
-        "--num-classes",
-        "10",
+        *("--model", "tests.vehicles.faulty_models:fashion_cnn"),
+        *("--weights", "random:0", "--num-classes", "10"),
     ]
     words = [*RUN, *model, "--data", str(ASSETS), "--batch-size", "8", "--heartbeat-timeout", "2"]
     with launch.started(

@@ -58,7 +58,7 @@ class Terminal:
             stderr=theirs,
             cwd=folder,
             env={**os.environ, "TERM": "xterm", "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"},
-            preexec_fn=_own_terminal,
+            preexec_fn=own_terminal,
         )
         os.close(theirs)
 
@@ -116,7 +116,7 @@ class Terminal:
         return [line.rstrip() for line in lines if line.strip()]
 
 
-def _own_terminal() -> None:
+def own_terminal() -> None:
     import fcntl
     import termios
 

@@ -17,6 +17,7 @@ from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.page.content import PageContent, Shown, build, limited_by
 from dualeval.result import read_result
+from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles.tiny import CLASSES
@@ -44,10 +45,7 @@ class NamedTask(SeededTask):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for seed, name in enumerate(("a", "b")):
-        evaluate(NamedTask(COUNT, seed=seed), folder / name, batch_size=32)
-    return folder / "a", folder / "b"
+    return two_runs(tmp_path_factory.mktemp("runs"), lambda seed: NamedTask(COUNT, seed=seed))
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from dualeval.report.progress import ProgressDisplay, progress_line
 from dualeval.report.table import print_result, shown_numbers
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
+from tests.process.test_status_line import own_terminal
 from tests.vehicles.faulty_models import FAULT
 from tests.vehicles.launchers import needs, start
 
@@ -346,7 +347,7 @@ def interrupted(folder: Path, fault: str, awaited: str) -> tuple[int, str, str]:
         cwd=ROOT,
         env=variables,
         # Whose Ctrl-C the terminal sends to it: a session of its own, with this terminal.
-        preexec_fn=_own_terminal,
+        preexec_fn=own_terminal,
     )
     os.close(theirs)
     try:
@@ -358,17 +359,6 @@ def interrupted(folder: Path, fault: str, awaited: str) -> tuple[int, str, str]:
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import signal
-    import termios
-
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _read(descriptor: int, is_enough: object) -> str:

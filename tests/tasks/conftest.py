@@ -14,7 +14,8 @@ from dualeval.options.job import Job
 from dualeval.result import Result
 from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate
-from tests.vehicles import questions
+from tests.vehicles import masked_pictures, questions
+from tests.vehicles.causal_models import choice_rows, prompt_rows, save_causal, write_lines, write_texts
 from tests.vehicles.published_weights import cache, publish
 
 __all__ = ["cache", "publish"]  # fixtures
@@ -63,3 +64,24 @@ def message_of(done: Any) -> str:
         return str(done.exception)
     assert done.exit_code == EXIT_USAGE, done.output
     return str(done.output)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Causal language models, and data of the three kinds."""
+    home = tmp_path_factory.mktemp("made")
+    return {
+        "gpt2": save_causal(home / "gpt2"),
+        "llama": save_causal(home / "llama", "Llama", begins=True),
+        "texts": write_texts(home / "texts"),
+        "choices": write_lines(home / "choices.jsonl", choice_rows()),
+        "prompts": write_lines(home / "prompts.jsonl", prompt_rows()),
+    }
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``img`` and ``masks``, 13 pictures of three sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    masked_pictures.write_pictures(folder)
+    return folder

@@ -188,15 +188,8 @@ REFUSED = {
     "no such metric": (["--", "--metric", "acuracy"], UsageError, ["no metric 'acuracy'", "accuracy"]),
     "no such metric of texts": (
         [
-            "--",
-            "--task",
-            "text-classification",
-            "--model",
-            "bert",
-            "--data",
-            "rows.csv",
-            "--metric",
-            "pearsn",
+            *("--", "--task", "text-classification", "--model", "bert"),
+            *("--data", "rows.csv", "--metric", "pearsn"),
         ],
         UsageError,
         ["no metric 'pearsn'"],

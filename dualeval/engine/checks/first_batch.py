@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns.ragged import Column, Ragged, Rows, all_copied, parts_of, to_rows
+from dualeval.columns.ragged import Column, NumpyRows, Ragged, all_copied, parts_of, to_rows
 from dualeval.engine.folder.predictions import json_entries, write_to_memory
 from dualeval.engine.folder.row_windows import EVALUATED, read_only
 from dualeval.engine.identity.hasher import same_bits
@@ -149,7 +149,7 @@ def _try_metric(
         raise UsageError(
             f"metric {metric.name!r} does not add to its ledger: the same samples, counted twice, do not "
             "change it. The ledgers of all batches and ranks are added up: write ledger[0] += count, not "
-            "ledger[0] = count. A maximum is not a sum; dualeval.metrics.Rows computes it"
+            "ledger[0] = count. A maximum is not a sum; dualeval.metrics.NumpyRows computes it"
         )
     return tried
 
@@ -234,7 +234,7 @@ def _try_files(
 ) -> None:
     """Write the batch's part of predictions.parquet and of the task's own files, in memory."""
     task, dataset, kept = evaluation.task, evaluation.dataset, evaluation.kept
-    rows: dict[str, Rows] = {name: to_rows(columns[name]) for name in kept}
+    rows: dict[str, NumpyRows] = {name: to_rows(columns[name]) for name in kept}
     rows[EVALUATED] = evaluated.numpy().astype(np.uint8)
     for name in texts_of(task, dataset, rows, samples.start):
         if name in (*RESERVED, *kept):

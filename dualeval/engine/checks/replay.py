@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns.ragged import Rows, kind_of, to_column
+from dualeval.columns.ragged import NumpyRows, kind_of, to_column
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import is_same
 from dualeval.engine.folder.journal import JournalFile
@@ -50,7 +50,7 @@ _OUTSIDE = 0.1
 _LONGEST_SHOWN = 400
 
 # Returns the kept columns of a batch, and its samples that could not be read.
-EvaluatesBatch: TypeAlias = Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]]
+EvaluatesBatch: TypeAlias = Callable[[range], tuple[Mapping[str, NumpyRows], tuple[FailedSample, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,7 @@ class Proof:
         return all(is_same(other, self.machine) for other in self.stored.machines)
 
     @cached_property
-    def _now(self) -> dict[str, Rows]:
+    def _now(self) -> dict[str, NumpyRows]:
         return self._evaluated()
 
     @cached_property
@@ -273,7 +273,7 @@ class Proof:
         again = self._evaluated()
         return [name for name, rows in self._now.items() if _first_difference(rows, again[name]) is not None]
 
-    def _evaluated(self) -> dict[str, Rows]:
+    def _evaluated(self) -> dict[str, NumpyRows]:
         columns, failed = self.evaluate(self.stored.samples)
         for sample in failed:
             if self.stored.evaluated[sample.index - self.stored.samples.start]:
@@ -285,7 +285,7 @@ class Proof:
         return {name: values[self.stored.evaluated] for name, values in columns.items()}
 
     def _refuse(
-        self, column: str, row: int, there: Rows, now: Rows | None, unsteady: Sequence[str] = ()
+        self, column: str, row: int, there: NumpyRows, now: NumpyRows | None, unsteady: Sequence[str] = ()
     ) -> NoReturn:
         index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
         here = "no such column" if now is None else _repr_of(now[row])
@@ -331,7 +331,7 @@ class Proof:
 
 
 def metric_digests(
-    metrics: Sequence[Metric], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
+    metrics: Sequence[Metric], row_metrics: Sequence[RowMetric], columns: Mapping[str, NumpyRows]
 ) -> dict[str, str]:
     """A hash of each metric's result for a batch's rows, by its name; without metrics of columns not kept."""
     samples = next((len(values) for values in columns.values()), 0)
@@ -371,7 +371,7 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
 
 
 def counted(
-    metrics: Sequence[Metric], columns: Mapping[str, Rows], batches: Sequence[int]
+    metrics: Sequence[Metric], columns: Mapping[str, NumpyRows], batches: Sequence[int]
 ) -> list[tuple[Metric, Tensor]]:
     """The ledger's slots of each metric whose columns are kept, for the rows of some batches."""
     ledger = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
@@ -379,7 +379,7 @@ def counted(
     return ledger.slots()
 
 
-def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
+def _first_difference(there: NumpyRows, now: NumpyRows, tolerance: float | None = None) -> int | None:
     """The row of the first difference beyond the tolerance; without a tolerance, of any bit."""
     from dualeval.engine.values.row_comparison import differing_rows
 

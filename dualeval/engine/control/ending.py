@@ -1,7 +1,8 @@
 """What this rank knows of the end of the run: the reason, who caused it, and which ranks have saved.
 
 Any thread may report an end here. The helper thread (``plane``) sends the report to the store, and reads the
-verdict that holds for all ranks.
+verdict that holds for all ranks. A killed rank is named here (``name_killed``): with each beat
+rank 0 looks whose process is gone.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Ending:
     def ended(self) -> str | None:
         """On rank 0: a message about a rank of this host whose process exited before it had saved."""
         gone = self._gone()
-        return how_it_ended(gone[0]) if gone else None
+        return name_killed(gone[0]) if gone else None
 
     def _gone(self, left: Collection[int] = ()) -> list[Name]:
         """Ranks of this host whose process exited before they had saved or left."""
@@ -140,6 +141,6 @@ class Ending:
         self.news.set()
 
 
-def how_it_ended(name: Name) -> str:
-    """The message about a rank whose process exited without a report."""
+def name_killed(name: Name) -> str:
+    """The message about a rank that was killed: its process exited without a report."""
     return f"{name} exited without a message: it was killed or crashed"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dualeval.backends.base import Backend
-from dualeval.engine.control.ending import Ending, how_it_ended
+from dualeval.engine.control.ending import Ending, name_killed
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
 from dualeval.engine.control.progress import Activity, Heartbeat, Name, Progress, Stage, Tally
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
@@ -302,7 +302,7 @@ class ControlPlane(Ending):
             return
         stuck = monitor.look(heartbeats, now)
         if gone:
-            self.give_up(how_it_ended(gone[0]), rank=gone[0].rank)
+            self.give_up(name_killed(gone[0]), rank=gone[0].rank)
         elif stuck is not None:
             self.give_up(stuck[1], rank=stuck[0])
 

@@ -16,28 +16,10 @@ from functools import partial
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.end.outcome import Role, outcome_of
+from dualeval.engine.end.outcome import Role, note_of_loss, outcome_of
 from dualeval.engine.end.watch import Watch
-from dualeval.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    DualevalError,
-    PeerError,
-    Stopped,
-    exit_code_of,
-    text_of,
-    with_type,
-)
-from dualeval.process.speech import (
-    close_displays,
-    how_to_resume,
-    say,
-    say_if_uncaught,
-    say_traceback,
-    traceback_of,
-    try_for,
-)
-from dualeval.process.start import NOTHING_STARTED
+from dualeval.errors import EXIT_DONE, DualevalError, PeerError, Stopped, exit_code_of, text_of, with_type
+from dualeval.process.speech import close_displays, say, say_if_uncaught, say_traceback, traceback_of, try_for
 from dualeval.world.waiting import limit_for
 
 # How long rank 0 waits for the others to save, and how long these wait for rank 0 to record that. With up to
@@ -144,12 +126,12 @@ class Conclusion:
     def _is_late(self, failure: BaseException | None) -> bool:
         """Whether a rank was lost after the result was written, by no error of its own; prints a note."""
         folder = self.watch.folder
-        if not isinstance(failure, PeerError) or failure.where is not None or self.watch.more_follows:
+        if self.watch.more_follows or folder is None or not folder.shared or not folder.is_written:
             return False
-        if folder is None or not folder.shared or not folder.is_written:
-            return False
-        self._say(f"dualeval: note: the result is complete: {folder.path}; but {text_of(failure)}")
-        return True
+        note = note_of_loss(failure, folder.path)
+        if note and self._is_owner:
+            say(note)
+        return bool(note)
 
     def _release(self, code: int) -> None:
         """Release the watch and the folder, and let the other ranks end."""
@@ -185,30 +167,21 @@ class Conclusion:
             return None
         stop, rank = Stopped(control.stopping or ""), control.name.rank
         is_done = folder is not None and (rank == 0 or folder.shared) and folder.is_done
-        is_done = is_done and not self.watch.more_follows
-        missing = control.missing[:8]
-        role = Role(rank=rank, is_done=is_done, end_code=control.end_code, all_saved=not missing)
+        role = Role(
+            rank=rank,
+            is_owner=self._is_owner,
+            folder=None if folder is None else folder.path,
+            is_done=is_done and not self.watch.more_follows,
+            progress=self.done or ("" if self.watch.has_begun else None),
+            end_code=control.end_code,
+            unsaved=control.missing[:8],
+            lost=control.ended,
+        )
         outcome = outcome_of(stop, role)
-        if outcome.turn is None:
-            return outcome.exit_code
-        end: DualevalError = stop
-        path = None if folder is None else folder.path
-        has_begun = bool(self.done) or self.watch.has_begun
-        if outcome.exit_code == EXIT_DONE:
-            line = f"dualeval: {stop} came while the result was being written: {path}"
-        elif outcome.exit_code == EXIT_FAILED:
-            silent = f"{', '.join(missing)} did not report that everything is saved: killed or hanging"
-            end = DualevalError(control.ended or f"after {stop}, {silent}")
-            line = f"dualeval: error: {end}"
-        elif path is None and not has_begun:
-            line = f"dualeval: stopped by {stop}. {NOTHING_STARTED}"
-        else:
-            where = "Type" if path is None else f"What is finished is saved in {path}: type"
-            done = self.done if has_begun else "No batch was started."
-            line = f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {how_to_resume(path)}."
         if outcome.writes:
-            self._write_down(end)
-        self._say(line)
+            self._write_down(DualevalError(outcome.failure) if outcome.failure else stop)
+        if outcome.line:
+            say(outcome.line)
         return outcome.exit_code
 
     def _fail(self, error: BaseException, *, by_watch: bool) -> int:
@@ -233,11 +206,6 @@ class Conclusion:
         if not by_watch:
             control.leave(self._leave_within_s)
         return outcome.exit_code
-
-    def _say(self, line: str) -> None:
-        """Print how the run ended; a guest, whose process goes on, raises the error instead."""
-        if self._is_owner:
-            say(line)
 
     def _speak(self, error: BaseException | None, text: str) -> None:
         """Say an error that is raised; of a script's one process, only where the script does not catch it."""

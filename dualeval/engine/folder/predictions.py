@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.atomic_files import whole_file
-from dualeval.columns.ragged import RaggedRows, Rows, TextRows
+from dualeval.columns.ragged import NumpyRows, RaggedRows, TextRows
 from dualeval.engine.folder.row_windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
 from dualeval.engine.samples.subset import indices_of, texts_of
 from dualeval.engine.values.plan import EvalPlan
@@ -83,7 +83,7 @@ def _arrow_pool_of_system(pyarrow: Any) -> Iterator[None]:
 
 
 def write_to_memory(
-    task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, Rows], start: int
+    task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, NumpyRows], start: int
 ) -> None:
     """Try to write rows as ``write_predictions`` would."""
     import pyarrow
@@ -98,7 +98,7 @@ def _table(
     task: Task,
     dataset: Dataset,
     kept: Sequence[str],
-    rows: Mapping[str, Rows],
+    rows: Mapping[str, NumpyRows],
     start: int,
     of_data: Collection[str] = (),
 ) -> Any:
@@ -152,7 +152,7 @@ def write_json_file(
 
 
 def json_entries(
-    task: Task, dataset: Dataset, rows: Mapping[str, Rows], start: int, column: str
+    task: Task, dataset: Dataset, rows: Mapping[str, NumpyRows], start: int, column: str
 ) -> Iterator[str]:
     """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none."""
     values = rows[column].tolist() if column in rows else texts_of(task, dataset, rows, start)[column]
@@ -160,7 +160,7 @@ def json_entries(
         yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]
 
 
-def _arrow(pyarrow: Any, rows: Rows, missing: npt.NDArray[np.bool_] | None) -> Any:
+def _arrow(pyarrow: Any, rows: NumpyRows, missing: npt.NDArray[np.bool_] | None) -> Any:
     if isinstance(rows, RaggedRows):
         return _ragged_arrow(pyarrow, rows, missing)
     if rows.ndim == 1:

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from dualeval.columns.ragged import (
     Column,
+    NumpyRows,
     RaggedRows,
-    Rows,
     concatenated_rows,
     each_array,
     form_of,
@@ -66,7 +66,7 @@ class StoredColumn:
         """Bytes of one row; in a ragged column, of one value of a row."""
         return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
 
-    def empty(self, rows: int) -> Rows:
+    def empty(self, rows: int) -> NumpyRows:
         """Rows that hold nothing: zeros, or no values."""
         if self.form == PLAIN:
             return np.zeros((rows, *self.row_shape), self.dtype)
@@ -85,7 +85,7 @@ class RowsOfChunks(ABC):
     rows: tuple[int, ...]
     columns: dict[str, StoredColumn]
 
-    def read_rows(self, column: str, start: int, stop: int) -> Rows:
+    def read_rows(self, column: str, start: int, stop: int) -> NumpyRows:
         """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
         stored = self.columns[column]
         if stored.form == PLAIN:
@@ -143,14 +143,14 @@ def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
-def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
+def evaluated_of(rows: Mapping[str, NumpyRows]) -> npt.NDArray[np.bool_]:
     """Which rows belong to samples that could be read."""
     return np.asarray(rows[EVALUATED]).astype(bool)
 
 
 def windows_of(
     files: Sequence[RowsOfChunks], plan: EvalPlan, columns: Sequence[str]
-) -> Iterator[tuple[int, dict[str, Rows]]]:
+) -> Iterator[tuple[int, dict[str, NumpyRows]]]:
     """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time.
 
     Samples that could not be read have zeros, or ragged rows of length 0.
@@ -181,10 +181,10 @@ def read_columns(
     columns: Sequence[str],
     folder: Path | None,
     step: Callable[[], None] = lambda: None,
-) -> dict[str, Rows]:
+) -> dict[str, NumpyRows]:
     """Read columns of all evaluated samples, in data-set order, mapped from files in a folder."""
 
-    def pieces() -> Iterator[dict[str, Rows]]:
+    def pieces() -> Iterator[dict[str, NumpyRows]]:
         for _, rows in windows_of(files, plan, columns):
             evaluated = evaluated_of(rows)
             yield {name: rows[name][evaluated] for name in columns}
@@ -241,10 +241,10 @@ def _rows_of(
     chunks: range,
     name: str,
     column: StoredColumn,
-) -> Rows:
+) -> NumpyRows:
     """One column of consecutive chunks."""
     numbers = where[chunks.start : chunks.stop, 0]
-    rows: dict[int, Rows] = {}
+    rows: dict[int, NumpyRows] = {}
     for number in sorted(set(numbers.tolist())):
         if name not in files[number].columns:
             continue
@@ -296,7 +296,7 @@ class MappedColumns:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def append(self, columns: Mapping[str, Rows]) -> None:
+    def append(self, columns: Mapping[str, NumpyRows]) -> None:
         """Take the next rows; each call has the same columns, of the same kinds."""
         with self._room():
             for name, rows in columns.items():
@@ -310,10 +310,10 @@ class MappedColumns:
                     self._offsets[name][1].append(rows.offsets[1:] + self._values[name].rows)
                 self._values[name].append(values)
 
-    def columns(self) -> dict[str, Rows]:
+    def columns(self) -> dict[str, NumpyRows]:
         """All columns, by name; they stay valid when the files are closed."""
         with self._room():
-            arrays: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
+            arrays: dict[str, NumpyRows] = {name: array.mapped() for name, array in self._values.items()}
             for name, (form, offsets) in self._offsets.items():
                 arrays[name] = rows_of(form, values_of(arrays[name]), offsets.mapped())
         return arrays
@@ -335,12 +335,12 @@ class MappedColumns:
             ) from error
 
 
-def read_only(rows: Rows) -> Rows:
+def read_only(rows: NumpyRows) -> NumpyRows:
     """The same rows, which cannot be written to."""
     return each_array(_read_only, rows)
 
 
-def copied(rows: Rows) -> Rows:
+def copied(rows: NumpyRows) -> NumpyRows:
     """The same rows in memory of their own, which can be written to."""
     return each_array(np.ndarray.copy, rows)
 

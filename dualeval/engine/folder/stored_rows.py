@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend
-from dualeval.columns.ragged import Column, Rows, offsets_of, rows_of
+from dualeval.columns.ragged import Column, NumpyRows, offsets_of, rows_of
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
 from dualeval.engine.folder.row_windows import (
     WINDOW_ROWS,
@@ -42,7 +42,7 @@ class Window:
     # Whether each sample could be read, shape (rows,).
     evaluated: npt.NDArray[np.bool_]
     # By name, the rows of the samples that could be read, in order; these are the first dimension.
-    columns: Mapping[str, Rows]
+    columns: Mapping[str, NumpyRows]
     # By name, the texts of all rows, if they were asked for.
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     # The ids of all rows, if they were asked for.
@@ -229,7 +229,7 @@ def _kind(kind: Any) -> str:
 # older pyarrow fails if pandas is not installed.
 
 
-def _rows(array: Any) -> Rows:
+def _rows(array: Any) -> NumpyRows:
     """The rows that are not null, in the column's dtype; a copy."""
     import pyarrow
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns.ragged import Rows, kind_text
+from dualeval.columns.ragged import NumpyRows, kind_text
 from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.stored_rows import StoredRows, Window
@@ -167,7 +167,9 @@ class _Compared:
             became = {"became_right": is_right & ~was_right, "became_wrong": ~is_right & was_right}
             self._counts.update({name: int(chosen.sum()) for name, chosen in became.items()})
 
-    def _pairs(self, here: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
+    def _pairs(
+        self, here: Mapping[str, NumpyRows], there: Mapping[str, NumpyRows]
+    ) -> dict[str, tuple[NumpyRows, NumpyRows]]:
         """The rows of each column that can be compared; notes why the others cannot."""
         pairs = {}
         for name in dict.fromkeys((*here, *there)):
@@ -201,7 +203,7 @@ class _Compared:
         }
 
 
-def _rows_of(window: Window, both: npt.NDArray[np.bool_]) -> dict[str, Rows]:
+def _rows_of(window: Window, both: npt.NDArray[np.bool_]) -> dict[str, NumpyRows]:
     """The columns and texts of the samples that a mask selects."""
     columns = {name: rows[both[window.evaluated]] for name, rows in window.columns.items()}
     return columns | {name: text_rows(compress(texts, both)) for name, texts in window.texts.items()}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from dualeval.columns.ragged import Rows, to_rows
+from dualeval.columns.ragged import NumpyRows, to_rows
 from dualeval.engine.checks.repeatability import (
     ALONE,
     LATER,
@@ -130,7 +130,7 @@ class UnderWay:
 
 def evaluate_alone(
     evaluation: Evaluation, samples: range
-) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
+) -> tuple[dict[str, NumpyRows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
     columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
     if columns is None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.columns.late import KEEPING_LATE, LateColumns
-from dualeval.columns.ragged import Ragged, Rows, concatenated, host_columns
+from dualeval.columns.ragged import NumpyRows, Ragged, concatenated, host_columns
 from dualeval.engine.samples.samples import Samples
 from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
@@ -314,7 +314,7 @@ def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
 
 
 def texts_of(
-    task: Task, dataset: Dataset, rows: Mapping[str, Rows], first: int
+    task: Task, dataset: Dataset, rows: Mapping[str, NumpyRows], first: int
 ) -> Mapping[str, Sequence[str | None]]:
     """The task's ``texts`` of consecutive rows; for drawn samples run by run, like ``postprocessed``."""
     if not isinstance(dataset, DrawnSamples) or type(task).texts is Task.texts:

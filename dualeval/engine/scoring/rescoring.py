@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualeval.columns.ragged import Rows, to_column
+from dualeval.columns.ragged import NumpyRows, to_column
 from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.row_windows import MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource, StoredRows
@@ -111,7 +111,7 @@ def _not_of_intervals(result: Result) -> Iterator[str]:
             yield sentence
 
 
-def _columns_of_clusters(rows: RowSource, names: Sequence[str]) -> dict[str, Rows]:
+def _columns_of_clusters(rows: RowSource, names: Sequence[str]) -> dict[str, NumpyRows]:
     """Whole columns for intervals by clusters; the first one says which samples make a cluster."""
     with MappedColumns(None) as mapped:
         for window in rows.windows(names):

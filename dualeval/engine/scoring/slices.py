@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.columns.ragged import RaggedRows, Rows, to_column
+from dualeval.columns.ragged import NumpyRows, RaggedRows, to_column
 from dualeval.engine.folder.row_windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource
 from dualeval.engine.job.evaluation import Evaluation
@@ -205,7 +205,7 @@ def too_small(samples: int, clusters: int | None) -> str | None:
 
 
 def _measured_of(
-    metric: Metric | RowMetric, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]
+    metric: Metric | RowMetric, columns: Mapping[str, NumpyRows], places: npt.NDArray[np.int64]
 ) -> Measured:
     """A metric's measurement of some rows of mapped columns."""
     of_ledger, of_rows = split_by_kind([metric])
@@ -291,7 +291,11 @@ class Slicing:
         ]
 
     def _group(
-        self, columns: Mapping[str, Rows], value: Mapping[str, Any], label: str, places: npt.NDArray[np.int64]
+        self,
+        columns: Mapping[str, NumpyRows],
+        value: Mapping[str, Any],
+        label: str,
+        places: npt.NDArray[np.int64],
     ) -> dict[str, Any]:
         self.step()
         measured: list[Measured] = []
@@ -303,7 +307,7 @@ class Slicing:
                 measured.append(Measured(values={metric.name: None}))
                 rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
 
-        def read(names: Sequence[str]) -> dict[str, Rows]:
+        def read(names: Sequence[str]) -> dict[str, NumpyRows]:
             return {name: columns[name][places] for name in names}
 
         fields, _ = clustered_fields(measured, self.cluster, [*columns], read)
@@ -335,7 +339,7 @@ def slicing_of(evaluation: Evaluation, step: Callable[[], None]) -> Slicing | No
     )
 
 
-def _keys(name: str, rows: Rows) -> Keys:
+def _keys(name: str, rows: NumpyRows) -> Keys:
     """The values of a column, by which samples are grouped."""
     if not isinstance(rows, RaggedRows):
         return rows

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns.ragged import Column, Rows, Text, kind_text
+from dualeval.columns.ragged import Column, NumpyRows, Text, kind_text
 from dualeval.errors import UsageError
 from dualeval.messages import did_you_mean
 from dualeval.metrics import DIRECTIONS, Measured, Metric, RowMetric, keeps_rows, per_batch
@@ -233,7 +233,9 @@ def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(
-    ledger: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
+    ledger: Iterable[tuple[Metric, Tensor]],
+    row_metrics: Sequence[RowMetric],
+    columns: Mapping[str, NumpyRows],
 ) -> list[Measured]:
     """What all samples give: by metrics with their slots of the ledger, then by row metrics."""
     measured = [plain(metric.name, metric.compute(slots)) for metric, slots in ledger]
@@ -278,7 +280,7 @@ def clustered_fields(
     measured: Sequence[Measured],
     cluster: str | None,
     kept: Sequence[str],
-    read: Callable[[Sequence[str]], Mapping[str, Rows]],
+    read: Callable[[Sequence[str]], Mapping[str, NumpyRows]],
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a result, and warnings; for a column of clusters, ``read`` gives some kept columns."""
     by_clusters = None
@@ -289,7 +291,7 @@ def clustered_fields(
     return with_clusters(fields_of_result(measured), cluster, by_clusters)
 
 
-def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
+def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, NumpyRows]) -> ClusterIntervals:
     """The intervals by clusters for all values that metrics have measured."""
     from dualeval.metrics.clusters import cluster_intervals
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns.ragged import RaggedRows, Rows, Text, kind_of, to_rows, values_of
+from dualeval.columns.ragged import NumpyRows, RaggedRows, Text, kind_of, to_rows, values_of
 
 # Names that tasks use for the column of their answers.
 PREDICTION_COLUMNS = ("prediction", "answer")
@@ -22,7 +22,7 @@ _TARGET = "target"
 _RIGHT = "exact_match"
 
 
-def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
+def as_one_kind(one: NumpyRows, other: NumpyRows) -> tuple[NumpyRows, NumpyRows] | None:
     """Two columns, converted so that they can be compared; None if they cannot be."""
     (form, dtype, shape), (other_form, other_dtype, other_shape) = kind_of(one), kind_of(other)
     if (form, shape) != (other_form, other_shape):
@@ -36,12 +36,12 @@ def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
     return None
 
 
-def text_rows(texts: Iterable[str | None]) -> Rows:
+def text_rows(texts: Iterable[str | None]) -> NumpyRows:
     """Texts as rows; None differs from the empty text."""
     return to_rows(Text("\0" if text is None else text for text in texts))
 
 
-def differing_rows(one: Rows, other: Rows, tolerance: float | None = None) -> npt.NDArray[np.intp]:
+def differing_rows(one: NumpyRows, other: NumpyRows, tolerance: float | None = None) -> npt.NDArray[np.intp]:
     """The positions of the rows that differ in any bit, or by more than a tolerance, in ascending order."""
     if not isinstance(one, RaggedRows) or not isinstance(other, RaggedRows):
         return np.flatnonzero(~_equal_rows(values_of(one), values_of(other), tolerance))
@@ -97,12 +97,12 @@ class Difference:
     first_not_finite: str | None = None
 
     @classmethod
-    def of(cls, rows: Rows) -> Difference:
+    def of(cls, rows: NumpyRows) -> Difference:
         """An empty one for a column of this kind."""
         form, dtype, _ = kind_of(rows)
         return cls(is_float=form == "plain" and dtype.kind == "f")
 
-    def add(self, here: Rows, there: Rows, name: Callable[[int], str]) -> npt.NDArray[np.intp]:
+    def add(self, here: NumpyRows, there: NumpyRows, name: Callable[[int], str]) -> npt.NDArray[np.intp]:
         """Add pairs of rows; returns the positions of those that differ in any bit."""
         wrong = differing_rows(here, there)
         if self.is_float:
@@ -113,7 +113,7 @@ class Difference:
             self.measure(here[wrong], there[wrong], lambda row: name(int(wrong[row])))
         return wrong
 
-    def measure(self, here: Rows, there: Rows, name: Callable[[int], str]) -> None:
+    def measure(self, here: NumpyRows, there: NumpyRows, name: Callable[[int], str]) -> None:
         """Add the sizes of the differences between rows that differ, if the column holds floats."""
         if not self.is_float:
             return
@@ -154,7 +154,7 @@ class Difference:
         }
 
 
-def right(columns: Mapping[str, Rows], prediction: str) -> npt.NDArray[np.bool_] | None:
+def right(columns: Mapping[str, NumpyRows], prediction: str) -> npt.NDArray[np.bool_] | None:
     """Which predictions are right; None if no column tells."""
     answers, targets, exact = (columns.get(name) for name in (prediction, _TARGET, _RIGHT))
     if _are_numbers(answers, "iub") and _are_numbers(targets, "iub"):
@@ -162,5 +162,5 @@ def right(columns: Mapping[str, Rows], prediction: str) -> npt.NDArray[np.bool_]
     return np.asarray(exact == 1) if _are_numbers(exact) else None
 
 
-def _are_numbers(rows: Rows | None, kinds: str = "iubf") -> TypeGuard[npt.NDArray[Any]]:
+def _are_numbers(rows: NumpyRows | None, kinds: str = "iubf") -> TypeGuard[npt.NDArray[Any]]:
     return isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in kinds

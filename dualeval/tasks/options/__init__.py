@@ -1,4 +1,8 @@
-"""The built-in tasks with their options, a file a task; light to import, for the command line."""
+"""The built-in tasks with their options, a file a task; light to import, for the command line.
+
+Callers: options, cli, tasks. Keep: no torch here; a field is a flag, a key of job files and of ``job`` in
+results.
+"""
 
 from __future__ import annotations
 

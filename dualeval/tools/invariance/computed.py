@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns.ragged import Column, Ragged, Rows, each_part, kind_of, to_rows
+from dualeval.columns.ragged import Column, NumpyRows, Ragged, each_part, kind_of, to_rows
 from dualeval.engine.job.evaluation import unreadable
 from dualeval.engine.model.compute import Compute, copy_sharing_tensors
 from dualeval.engine.model.preparation import prepare, why_preparation_failed
@@ -116,7 +116,7 @@ class Computed:
         # The rows in the job's own batch, with which all others are compared.
         self.job = self.columns(range(batches.rows))
 
-    def columns(self, samples: range) -> dict[str, Rows]:
+    def columns(self, samples: range) -> dict[str, NumpyRows]:
         """The columns that the job keeps of a batch, or all, and the model's outputs; none without data."""
         data = self._batches.data(samples)
         if data is None:
@@ -164,7 +164,7 @@ class ColumnRows:
         self._apart: Difference | None = None
         self.differs = False
 
-    def add(self, rows: Rows, job: Rows | None, samples: range) -> npt.NDArray[np.intp]:
+    def add(self, rows: NumpyRows, job: NumpyRows | None, samples: range) -> npt.NDArray[np.intp]:
         """Compare rows with the same ones of the job's batch; returns the numbers of those that differ.
 
         A row of an output may be another sample's, as of sequences that collate has sorted: one that is
@@ -192,7 +192,7 @@ class ColumnRows:
 
 
 def _missing(
-    rows: Rows, job: Rows, wrong: npt.NDArray[np.intp]
+    rows: NumpyRows, job: NumpyRows, wrong: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Those of some rows that are nowhere among the job's, and the row there that is nearest to each."""
     pairs = []
@@ -209,7 +209,7 @@ def _missing(
     return places, there
 
 
-def _rows(column: Column) -> Rows:
+def _rows(column: Column) -> NumpyRows:
     """A column in numpy, which has no bfloat16: float32 holds each of its values."""
     if isinstance(column, Ragged):
         return to_rows(each_part(_without_bfloat16, column))

@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from dualeval.columns.ragged import Rows
+from dualeval.columns.ragged import NumpyRows
 from dualeval.engine.device import numerics
 from dualeval.engine.device.machines import machine_facts
 from dualeval.engine.loop.strategy import moved
@@ -174,7 +174,7 @@ class _Tracer:
         self._computed = computed
         self._rows = rows
         self._job: Any = None
-        self._inspected: dict[str, Rows] = {}
+        self._inspected: dict[str, NumpyRows] = {}
         self.notes: list[str] = []
 
     def explained(self, diagnosis: ShapeDiagnosis, differing: Sequence[range]) -> ShapeDiagnosis:

@@ -1,6 +1,6 @@
 """How the ranks of a run find each other: one class for each way, which the launcher's probe builds.
 
-This file and those beside it import torch and MPI only when ranks meet.
+This file and those beside it import torch and MPI only when ranks meet. Callers: launchers and backends.
 """
 
 from __future__ import annotations

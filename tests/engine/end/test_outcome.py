@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dualeval.engine.control.verdict import Turn
-from dualeval.engine.end.outcome import Outcome, Role, outcome_of
+from dualeval.engine.end.outcome import Outcome, Role, note_of_loss, outcome_of
 from dualeval.errors import BackendError, PeerError, PeerUsageError, Stopped, UsageError
 
 # Reported by rank 1 itself, noticed by others, and of rank 0 likewise; the last two are wrong usage.
@@ -81,21 +83,50 @@ def test_each_rank_says_its_part_of_a_failure(
     assert outcome_of(verdict, Role(**{"met": verdict, **role})) == wanted
 
 
+OUT = Path("runs/a")
+# Behind the name of the signal.
+RESUME, SAVED = "ype the same command again to resume.", f"What is finished is saved in {OUT}: t"
+SILENT = "after SIGTERM, rank 1, rank 2 did not report that everything is saved: killed or hanging"
+
+
 @pytest.mark.parametrize(
-    ("role", "code", "says"),
+    ("role", "code", "line"),
     [
-        ({"rank": 0}, 75, True),
-        ({"rank": 0, "all_saved": False}, 1, True),
-        ({"rank": 0, "is_done": True}, 0, True),
-        ({"rank": 0, "is_done": True, "all_saved": False}, 0, True),
-        ({"rank": 2}, 75, False),
-        # Only rank 0 knows who has saved.
-        ({"rank": 2, "all_saved": False}, 75, False),
-        ({"rank": 2, "is_done": True}, 0, False),
-        ({"rank": 2, "end_code": 1}, 1, False),
-        ({"rank": 2, "is_done": True, "end_code": 75}, 75, False),
+        ({}, 75, f"stopped by SIGTERM. T{RESUME}"),
+        ({"folder": OUT}, 75, f"stopped by SIGTERM. {SAVED}{RESUME}"),
+        ({"folder": OUT, "progress": "1 of 2."}, 75, f"stopped by SIGTERM. 1 of 2. {SAVED}{RESUME}"),
+        ({"folder": OUT, "progress": None}, 75, f"stopped by SIGTERM. No batch was started. {SAVED}{RESUME}"),
+        ({"progress": None}, 75, "stopped by SIGTERM. Nothing was started."),
+        ({"unsaved": ["rank 1", "rank 2"]}, 1, f"error: {SILENT}"),
+        ({"unsaved": ["rank 1"], "lost": "rank 1 exited"}, 1, "error: rank 1 exited"),
+        ({"folder": OUT, "is_done": True}, 0, f"SIGTERM came while the result was being written: {OUT}"),
+        ({"folder": OUT, "is_done": True, "unsaved": ["rank 1"]}, 0, f"{OUT}"),
     ],
 )
-def test_a_stop_exits_75_where_all_have_saved(role: dict[str, Any], code: int, says: bool) -> None:
-    turn = Turn.AT_ONCE if says else None
-    assert outcome_of(STOP, Role(**role)) == Outcome(exit_code=code, writes=says and code != 0, turn=turn)
+def test_rank_0_says_and_writes_a_stop(role: dict[str, Any], code: int, line: str) -> None:
+    outcome = outcome_of(STOP, Role(rank=0, **role))
+    assert (outcome.exit_code, outcome.writes, outcome.turn) == (code, code != 0, Turn.AT_ONCE)
+    assert outcome.line.startswith("dualeval: ") and outcome.line.endswith(line)
+    assert outcome.failure == (line.removeprefix("error: ") if code == 1 else "")
+    guest = outcome_of(STOP, Role(rank=0, is_owner=False, **role))
+    assert guest == replace(outcome, line="")  # which raises it
+
+
+@pytest.mark.parametrize(
+    ("role", "code"),
+    [
+        ({}, 75),
+        # Only rank 0 knows who has saved.
+        ({"unsaved": ["rank 1"]}, 75),
+        ({"is_done": True}, 0),
+        ({"end_code": 1}, 1),
+        ({"is_done": True, "end_code": 75}, 75),
+    ],
+)
+def test_the_others_exit_as_rank_0_does(role: dict[str, Any], code: int) -> None:
+    assert outcome_of(STOP, Role(rank=2, **role)) == Outcome(exit_code=code, writes=False, turn=None)
+
+
+def test_a_rank_that_is_lost_behind_the_result_is_a_note() -> None:
+    note = f"dualeval: note: the result is complete: {OUT}; but {LOST}"
+    assert [note_of_loss(error, OUT) for error in (LOST, FAILED, OWN, None)] == [note, "", "", ""]
