@@ -149,7 +149,7 @@ def _try_metric(
         raise UsageError(
             f"metric {metric.name!r} does not add to its ledger: the same samples, counted twice, do not "
             "change it. The ledgers of all batches and ranks are added up: write ledger[0] += count, not "
-            "ledger[0] = count. A maximum is not a sum; dualeval.metrics.NumpyRows computes it"
+            "ledger[0] = count. A maximum is not a sum; dualeval.metrics.Rows computes it"
         )
     return tried
 
