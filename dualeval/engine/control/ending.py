@@ -1,8 +1,8 @@
 """What this rank knows of the end of the run: the reason, who caused it, and which ranks have saved.
 
 Any thread may report an end here. The helper thread (``plane``) sends the report to the store, and reads the
-verdict that holds for all ranks. A killed rank is named here (``name_killed``): with each beat
-rank 0 looks whose process is gone.
+verdict that holds for all ranks. A rank killed on rank 0's host is named here (``name_killed``): with each
+beat rank 0 looks whose process is gone (``ControlPlane._observe``); on another host it is seen to hang.
 """
 
 from __future__ import annotations

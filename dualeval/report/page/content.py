@@ -1,4 +1,7 @@
-"""What the page of a finished run says: plain values, read from its result and its rows."""
+"""What the page of a finished run says: plain values, read from its result and its rows.
+
+The pictures of a sample are what ``task.show(row)`` returns (``_things``).
+"""
 
 from __future__ import annotations
 
