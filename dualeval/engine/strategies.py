@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
+from dualeval.engine.device.accelerator import accelerator_of
 from dualeval.engine.device.divided import check_sharded, is_sharded
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.strategy import Strategy
@@ -23,7 +24,9 @@ def strategy_of(task: Task, run: Run) -> Iterator[Strategy]:
     elif run.guest:
         from dualeval.engine.guest import Guest as kind
     strategy = kind(task, run)
-    with strategy.lasting():
+    # A caller's current GPU may be another, as GPU 0 is on all ranks: its code may say "cuda" for the device.
+    current = accelerator_of(run.device).as_current() if run.guest else nullcontext()
+    with current, strategy.lasting():
         yield strategy
 
 

@@ -8,7 +8,8 @@ import subprocess
 import threading
 import weakref
 from collections import UserDict, deque, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -263,6 +264,37 @@ def test_a_thread_that_fails_ends_the_run_with_what_is_finished(
     assert found.metrics_digest == expected.metrics_digest
     # All but the two that were under way; a chunk is a batch here.
     assert found.chunks["resumed"] in (9, 10)
+
+
+@pytest.mark.parametrize("guest", [True, False])
+def test_a_guests_device_is_current_while_it_computes(play: Play, guest: bool) -> None:
+    """Of a caller that has not chosen one, GPU 0 is current on every rank."""
+    log: list[str] = []
+
+    class Current(Played):
+        @contextmanager
+        def as_current(self) -> Iterator[None]:  # type: ignore[override]
+            log.append("in")
+            yield
+            log.append("out")
+
+    class Noting(PlayedTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            log.append("forward")
+            return super().forward(model, batch)
+
+    evaluate(Noting(60, play(Current())), batch_size=20, guest=guest)
+    assert log[0] == ("in" if guest else "forward") and {*log[1:-1]} == {"forward"}
+    assert log[-1] == ("out" if guest else "forward")
+
+
+def test_the_current_device_is_the_one_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", made.append)
+    accelerator_of(torch.device("cuda", 1)).as_current()
+    assert made == [torch.device("cuda", 1)]
+    with accelerator_of(CPU).as_current():
+        pass
 
 
 # -- memory ----------------------------------------------------------------------------------------
