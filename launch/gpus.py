@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from dualeval.errors import UsageError
 from dualeval.launch.launchers.slurm import is_step_of_tasks
 
-# By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's; 0 is
-# GPU 0. A step without any ("srun --gres=none") has the job's all the same, and neither of the others.
+# By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's. A
+# step without any ("srun --gres=none") has the job's all the same, and neither of the others.
 _SLURM_COUNT = "SLURM_GPUS_ON_NODE"
 _SLURM_STEPS, _SLURM_JOBS = "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"
 # NVIDIA's container runtime reads it. Images set it to "all", on nodes without a GPU, too. A device plugin of

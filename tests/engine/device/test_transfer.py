@@ -273,7 +273,7 @@ def test_a_guests_device_is_current_while_it_computes(play: Play, guest: bool) -
 
     class Current(Played):
         @contextmanager
-        def as_current(self) -> Iterator[None]:  # type: ignore[override]
+        def as_current(self) -> Iterator[None]:
             log.append("in")
             yield
             log.append("out")
