@@ -29,11 +29,14 @@ from dualeval.engine.device.transfer import Uploads, map_batch, start_download
 from dualeval.engine.model.compute import Compute, usable_threads
 from dualeval.engine.samples import feed
 from dualeval.engine.samples.feed import Feed, Reader
-from dualeval.errors import DualevalError
+from dualeval.engine.values.options import RunOptions
+from dualeval.errors import DualevalError, Stopped
 from dualeval.options.precision import FP32
+from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.engine.samples.test_feed import Boxes, Scan
 from tests.vehicles.played_device import Played, PlayedEvent, PlayedTask
-from tests.vehicles.sessions import evaluate
+from tests.vehicles.sessions import evaluate, joined, run_task
 from tests.vehicles.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -264,6 +267,33 @@ def test_a_thread_that_fails_ends_the_run_with_what_is_finished(
     assert found.metrics_digest == expected.metrics_digest
     # All but the two that were under way; a chunk is a batch here.
     assert found.chunks["resumed"] in (9, 10)
+
+
+def test_a_stop_keeps_the_chunk_in_hand_and_leaves_the_next(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "workers": 0}
+    expected = evaluate(TinyTask(301), tmp_path / "cpu", **options)
+    monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
+    device = play(Watched())
+    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
+
+        stops = ["SIGTERM"]
+
+        class Stopping(PlayedTask):
+            def collate(self, samples: Any) -> Any:
+                if stops and 100 in self.dataset().reads:
+                    control.stop(stops.pop())
+                return super().collate(samples)
+
+        task, run_options = Stopping(301, device), RunOptions(out=tmp_path / "out", **options)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            run_task(task, backend, control, run_options)
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
+    # The stop came as batch 12 was read, while batch 11 was to be launched: that is the last one.
+    assert max(task.dataset().reads) == 103
+    found = evaluate(Stopping(301, device), tmp_path / "out", **options)
+    assert found.chunks["resumed"] == 12 and found.metrics_digest == expected.metrics_digest
 
 
 @pytest.mark.parametrize("guest", [True, False])
