@@ -277,7 +277,6 @@ def test_a_stop_keeps_the_chunk_in_hand_and_leaves_the_next(
     monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
     device = play(Watched())
     with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
-
         stops = ["SIGTERM"]
 
         class Stopping(PlayedTask):
