@@ -26,11 +26,13 @@ from dualeval.engine.device import accelerator
 from dualeval.engine.device.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
 from dualeval.engine.device.machines import machine_facts
 from dualeval.engine.device.transfer import Uploads, map_batch, start_download
+from dualeval.engine.folder import recorder
 from dualeval.engine.model.compute import Compute, usable_threads
 from dualeval.engine.samples import feed
 from dualeval.engine.samples.feed import Feed, Reader
 from dualeval.engine.values.options import RunOptions
 from dualeval.errors import DualevalError, Stopped
+from dualeval.metrics import Mean
 from dualeval.options.precision import FP32
 from dualeval.world import World
 from dualeval.world.devices import connect
@@ -267,6 +269,33 @@ def test_a_thread_that_fails_ends_the_run_with_what_is_finished(
     assert found.metrics_digest == expected.metrics_digest
     # All but the two that were under way; a chunk is a batch here.
     assert found.chunks["resumed"] in (9, 10)
+
+
+class Failing(Mean):
+    """Counts the first batch, and fails at the first fold of more."""
+
+    def update(self, ledger: Tensor, columns: Any) -> None:
+        if len(columns["loss"]) > 8:
+            raise ValueError(f"{threading.current_thread().name}: the metric's own")
+        super().update(ledger, columns)
+
+
+class FailingTask(PlayedTask):
+    def metrics(self) -> list[Any]:
+        return [Failing("loss")]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_fold_that_fails_in_its_thread_ends_the_run(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 16)
+    task = FailingTask(301, play(Played()))
+    with pytest.raises(ValueError, match="dualeval-journal: the metric's own"):
+        evaluate(task, tmp_path / "out" if writes else None, batch_size=8, workers=0)
+    # The next chunk finds it, or the one behind that: no batch is computed in vain for long.
+    assert max(task.dataset().reads) < 80
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
 
 
 def test_a_stop_keeps_the_chunk_in_hand_and_leaves_the_next(
