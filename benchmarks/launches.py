@@ -1,9 +1,8 @@
 """What one batch has a GPU do, counted without one: operations, copies, bytes and waits, and by which thread.
 
 The CPU plays a device: every operation of torch that computes or copies would be a kernel there, or several.
-What one batch adds is the difference of a long and of a short evaluation, each in a process of its own. A
-bare loop adds four to the forward: argmax, comparison, sum and addition. With `--beside` another checkout
-is counted, too.
+What one batch adds is counted in the midst of the loop. A bare loop adds four to the forward: argmax,
+comparison, sum and addition. With `--beside` another checkout is counted, too.
 
     python benchmarks/launches.py [--beside FOLDER]
 """
@@ -32,17 +31,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualeval import Task
 from dualeval.columns.late import keeps_late
-from dualeval.engine.device import accelerator
+from dualeval.engine.device import accelerator, transfer
+from dualeval.engine.loop import forward
 from dualeval.metrics import classification
 from dualeval.tasks import ImageClassification
 
-_FEW, _MANY = 3, 6
+# Batches of an evaluation, and those behind which its loop is full.
+_BATCHES, _FIRST = 8, 3
 # Samples a batch. Eight pictures are more than 1 MiB, which a thread copies; more of them take a CPU long.
 _CASES = {"small network": 64, "ResNet-18": 8, "ResNet-18, JPEG files": 8, "BERT of 6 layers": 16}
 _PRECISIONS = "fp32", "amp-bf16"
 _NO_KERNELS = ("aten.empty", "aten._unsafe_view", "aten.lift", "aten.detach")
 _HEAD = (
-    *("", "forward", "observe", "to pack", "else on the launching thread"),
+    *("", "forward", "observe", "to pack", "on the host, by the launching thread"),
     *("copies up", "KB", "by another thread", "copies down", "KB", "waits"),
 )
 
@@ -155,8 +156,8 @@ def task_of(case: str, folder: Path, count: int) -> Task:
     return ImageClassification(model="resnet18", data=folder, **options)
 
 
-def counted_in(case: str, precision: str, batches: int) -> dict[str, float]:
-    """What an evaluation of so many batches comes to in this process."""
+def counted_in(case: str, precision: str) -> dict[str, float]:
+    """What a batch adds, by name, in this process."""
     launches = Launches()
     # As if the logits were a GPU's.
     few = vars(classification).get("_FEW_OF_GPU", classification._FEW_CLASSES)
@@ -170,26 +171,42 @@ def counted_in(case: str, precision: str, batches: int) -> dict[str, float]:
 
         return keeps_late(within) if name == "observe" else within
 
+    # What there was when each batch of the loop was launched.
+    there: list[dict[str, float]] = []
+    under_way: Any = forward.UnderWay
+    uploads: Any = transfer.Uploads
+    start, begin = under_way.start, getattr(uploads, "begin", None)
+
+    def started(*arguments: Any) -> None:
+        there.append(dict(launches.counts))
+        start(*arguments)
+
+    def begun(*arguments: Any) -> Any:
+        assert begin is not None
+        if threading.current_thread() is not threading.main_thread():
+            launches.of_others["batches"] += 1
+        return begin(*arguments)
+
+    under_way.start, uploads.begin = started, begun
     with tempfile.TemporaryDirectory() as folder:
-        task = task_of(case, Path(folder), batches * _CASES[case])
+        task = task_of(case, Path(folder), _BATCHES * _CASES[case])
         for name in ("forward", "observe"):
             setattr(type(task), name, watched(name, getattr(type(task), name)))
         workers = 2 if case.endswith("files") else 0
         with launches:
             Engine().evaluate(task, batch_size=_CASES[case], precision=precision, workers=workers)
-    of_others = {f"{name}, by another thread": value for name, value in launches.of_others.items()}
-    return {**launches.counts, **of_others}
+    first, last = there[_FIRST], there[_BATCHES - 1]
+    of_batch = {name: (last[name] - first[name]) / (_BATCHES - 1 - _FIRST) for name in first}
+    written = launches.of_others["batches"] or 1
+    return of_batch | {f"{name}, by another thread": n / written for name, n in launches.of_others.items()}
 
 
 def counted(checkout: Path, case: str, precision: str) -> dict[str, float]:
     """What a batch adds with a checkout's package, by name."""
-    counts = []
-    for batches in (_FEW, _MANY):
-        command = [sys.executable, __file__, "--count", case, precision, str(batches)]
-        done = run_process(command, timeout_s=600, environ={**ONE_THREAD, "PYTHONPATH": str(checkout)})
-        counts.append(json.loads(done.output.splitlines()[-1]))
-    few, many = counts
-    return {name: (many[name] - few.get(name, 0)) / (_MANY - _FEW) for name in many}
+    command = [sys.executable, __file__, "--count", case, precision]
+    done = run_process(command, timeout_s=600, environ={**ONE_THREAD, "PYTHONPATH": str(checkout)})
+    of_batch: dict[str, float] = json.loads(done.output.splitlines()[-1])
+    return of_batch
 
 
 def row_of(name: str, of: dict[str, float]) -> list[str]:
@@ -205,11 +222,10 @@ def main() -> None:
     """Read the command line, count, and write."""
     parser = argparse.ArgumentParser(description="Count what a batch has a GPU do.")
     parser.add_argument("--beside", metavar="FOLDER", type=Path, help="another checkout of dualeval")
-    parser.add_argument("--count", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--count", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.count:
-        case, precision, batches = asked.count
-        print("\n" + json.dumps(counted_in(case, precision, int(batches))), flush=True)
+        print("\n" + json.dumps(counted_in(*asked.count)), flush=True)
         return
     rows, figures = [], []
     checkouts = {"here": ROOT, **({} if asked.beside is None else {"beside": asked.beside.resolve()})}
@@ -222,9 +238,10 @@ def main() -> None:
                 figures.append({"case": case, "precision": precision, "where": where, **of})
     body = (
         "**Counted on a CPU that plays a device; nothing here was run on a GPU.** Operations of torch that "
-        "compute or copy, and copies with their KB, that a batch adds. A kernel of a GPU may be several for "
-        "an operation. In the last columns: copies that another thread than the launching one has started, "
-        f"and how often the host waits for an event.\n\n{table(_HEAD, rows)}"
+        "compute or copy, and copies with their KB, that a batch adds. An operation may be several kernels "
+        "of a GPU. On the host are collate, pinned memory and clones out of it. What another thread than the "
+        "launching one has copied is among the copies up. Waits are the host's, for an event.\n\n"
+        f"{table(_HEAD, rows)}"
     )
     write_results("launches", "What a batch has a GPU do", body, {"rows": figures}, machine())
 
