@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dualeval.errors import UsageError
+from dualeval.launch.launchers.slurm import is_step_of_tasks
 
-# By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's.
+# By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's. A
+# step without any ("srun --gres=none") has the job's all the same, and neither of the others.
 _SLURM_COUNT = "SLURM_GPUS_ON_NODE"
-_SLURM_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+_SLURM_STEPS, _SLURM_JOBS = "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"
 # NVIDIA's container runtime reads it. Images set it to "all", on nodes without a GPU, too. A device plugin of
 # Kubernetes sets it to the UUIDs of the GPUs that the container was given.
 _CONTAINER = "NVIDIA_VISIBLE_DEVICES"
@@ -61,7 +63,8 @@ def promised_gpus(environ: Mapping[str, str]) -> str:
     if _SLURM_COUNT in environ:
         count = environ[_SLURM_COUNT]
         return "" if count in ("", "0") else f"{_SLURM_COUNT}={count}"
-    for name in _SLURM_LISTS:
+    in_step = is_step_of_tasks(environ.get("SLURM_STEP_ID", ""))
+    for name in (_SLURM_STEPS, *([] if in_step else [_SLURM_JOBS])):
         if environ.get(name):
             return f"{name}={environ[name]}"
     value = environ.get(_CONTAINER, "")

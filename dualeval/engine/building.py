@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import nn
 
 from dualeval.engine.control.progress import Stage
+from dualeval.engine.device.accelerator import accelerator_of
 from dualeval.engine.device.divided import check_sharded, is_sharded
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.strategy import Strategy
@@ -95,7 +96,9 @@ def strategy_of(task: Task, run: Run) -> Iterator[Strategy]:
     elif run.guest:
         from dualeval.engine.guest import Guest as kind
     strategy = kind(task, run)
-    with strategy.lasting():
+    # A caller's current GPU may be another, as GPU 0 is on all ranks: its code may say "cuda" for the device.
+    current = accelerator_of(run.device).as_current() if run.guest else nullcontext()
+    with current, strategy.lasting():
         yield strategy
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.columns.late import LateColumns
+from dualeval.columns.late import KEEPING_LATE, LateColumns
+from dualeval.columns.ragged import all_copied
 from dualeval.errors import UsageError
 from dualeval.messages import nearest
 from dualeval.metrics import exact
@@ -46,8 +48,11 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 ON_REQUEST = (*SCORES, "ties")
 # Of ``observe_logits``, besides these.
 _COLUMNS = ("loss", "confidence", "prediction", "target", "rank", "nan_logits", "inf_logits", "top")
-# The logits of so many classes wait for those of other batches: 4 MiB until the ledger takes their rows.
-_FEW_CLASSES = 64
+# The logits of so many classes wait for those of other batches: 4 MiB until the ledger takes their rows. From
+# a GPU come those of so many: 64 MiB, and no kernel beside the forward's.
+_FEW_CLASSES, _FEW_OF_GPU = 64, 1024
+# So many logits are made into columns at once.
+_AT_ONCE = 1 << 20
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
 _NO_RANK = 2**31 - 1
@@ -117,34 +122,48 @@ def _as_float32(logits: Tensor) -> Tensor:
 
 
 class LogitColumns(LateColumns, Mapping[str, Tensor]):
-    """The columns of ``observe_logits``, made on the host when they are read.
+    """The columns of ``observe_logits``, made on the host when they are read; and others as they are.
 
     A batch of few classes takes as long as its thirty kernels take to be called, also on a GPU: what waits to
     be counted is made of many batches at once, and only the columns that somebody reads. As a row depends on
     itself alone, these are the columns that each batch would have by itself.
     """
 
-    def __init__(
-        self, logits: Tensor, target: Tensor, top: int, read: Collection[str], any_label: bool
-    ) -> None:
-        self.given = {"logits": logits, "target": target}
+    def __init__(self, given: Mapping[str, Tensor], top: int, read: Collection[str], any_label: bool) -> None:
+        self.given = given
         self._top, self._read, self._any_label = top, read, any_label
         self._made: dict[str, Tensor] = {}
+        logits, target, *others = given.values()
         # What batches have in common whose columns can be made at once.
         self.kind = logits.dtype, logits.shape[1:], target.dtype, target.shape[1:], read
+        if others:
+            self.kind += tuple((other.dtype, other.shape[1:]) for other in others)
+
+    def _columns(self) -> tuple[str, ...]:
+        _, _, *others = self.given
+        return (*_names(self._read), *others)
 
     def __getitem__(self, name: str) -> Tensor:
-        self._made = self._made or self.made(_names(self._read))
+        self._made = self._made or self.made(self._columns())
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_names(self._read))
+        return iter(self._columns())
 
     def __len__(self) -> int:
-        return len(_names(self._read))
+        return len(self._columns())
 
     def made(self, names: Collection[str]) -> dict[str, Tensor]:
-        logits, target = self.given["logits"], self.given["target"]
+        (_, logits), (_, target), *others = self.given.items()
+        rows = max(1, _AT_ONCE // max(1, logits.shape[1]))
+        parts = [slice(start, start + rows) for start in range(0, len(target) or 1, rows)]
+        pieces = [self._made_of(logits[part], target[part], names) for part in parts]
+        columns = pieces[0]
+        if len(pieces) > 1:
+            columns = {name: torch.cat([piece[name] for piece in pieces]) for name in columns}
+        return {**columns, **{name: column for name, column in others if name in names}}
+
+    def _made_of(self, logits: Tensor, target: Tensor, names: Collection[str]) -> dict[str, Tensor]:
         known = _known(target, logits) if self._any_label else target
         columns = _columns_of(logits, known, self._top, names)
         return {**columns, **({"target": as_labels(target)} if "target" in columns else {})}
@@ -154,7 +173,7 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
         return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
 
     def of(self, inputs: Mapping[str, Any]) -> LogitColumns:
-        return LogitColumns(inputs["logits"], inputs["target"], self._top, self._read, self._any_label)
+        return LogitColumns(inputs, self._top, self._read, self._any_label)
 
 
 def observed_logits(
@@ -163,11 +182,14 @@ def observed_logits(
     top: int,
     read: Collection[str] = (),
     *,
-    late: bool = True,
+    observe: Any = None,
     any_label: bool = False,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Mapping[str, Tensor]:
-    """As ``observe_logits``, but with ``late`` of few classes made on the host when they are read.
+    """As ``observe_logits``, with other columns; but of few classes made on the host when they are read.
 
+    ``observe`` is the method that returns them: one that the user has put in its place, or around it, gets
+    columns that are there.
     With ``any_label`` a label that no class has is no error here: the host, which knows its sample, says it.
     """
     if logits.ndim != 2 or len(logits) != len(target):
@@ -176,12 +198,15 @@ def observed_logits(
             f"({len(target)}, classes). A squeeze() without a dimension drops that of a batch of one sample: "
             "write squeeze(-1), or flatten(1)"
         )
-    if late and logits.shape[1] <= _FEW_CLASSES:
-        # Copied on the host, as the next batch may be written into this memory. A GPU's are anyway.
-        given = (logits.clone(), target.clone()) if logits.is_cpu else (logits, target)
-        return LogitColumns(*given, top, read, any_label)
+    late = observe is None or getattr(observe, "__func__", None) in KEEPING_LATE
+    if late and logits.shape[1] <= (_FEW_CLASSES if logits.is_cpu else _FEW_OF_GPU):
+        given = {"logits": logits, "target": target}
+        if logits.is_cpu:  # copied, as the next batch may be written into this memory; a GPU's are anyway
+            given = {"logits": logits.clone(), "target": target.clone()}
+            others = all_copied(others) if others else {}
+        return LogitColumns({**given, **others}, top, read, any_label)
     known = _known(target, logits) if any_label else target
-    return {**observe_logits(logits, known, top, read), "target": as_labels(target)}
+    return {**observe_logits(logits, known, top, read), "target": as_labels(target), **others}
 
 
 def _known(target: Tensor, logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns.late import KEEPING_LATE, keeps_late
+from dualeval.columns.late import keeps_late
 from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
@@ -285,8 +285,7 @@ class ImageClassification(picture_task.PictureTask):
     @keeps_late
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        late = getattr(self.observe, "__func__", None) in KEEPING_LATE
-        return observed_logits(outputs, batch["targets"], _TOP, self.requested, late=late)
+        return observed_logits(outputs, batch["targets"], _TOP, self.requested, observe=self.observe)
 
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns.late import KEEPING_LATE, LateColumns, keeps_late
+from dualeval.columns.late import LateColumns, keeps_late
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import did_you_mean
 from dualeval.metrics import Metric, RowMetric
@@ -238,8 +238,9 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            late = getattr(self.observe, "__func__", None) in KEEPING_LATE
-            return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
+            return observed_logits(
+                outputs, target, _TOP, self.requested, observe=self.observe, any_label=True
+            )
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
             return {"prediction": classes.flatten(1), "target": as_labels(target).flatten(1)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from dualeval.columns.late import keeps_late
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels, refuse_other_names
@@ -23,7 +24,7 @@ from dualeval.metrics.classification import (
     ON_REQUEST,
     BinaryF1,
     classification_metric,
-    observe_logits,
+    observed_logits,
 )
 from dualeval.metrics.metric import by_names
 from dualeval.metrics.texts import TextWork, regression_metric
@@ -232,13 +233,17 @@ class TextClassification(TextTask):
             return outputs[0]
         return torch.cat(logits)[batch["places"]]
 
-    def observe(self, outputs: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
+    @keeps_late
+    def observe(self, outputs: Tensor, batch: dict[str, Any]) -> Mapping[str, Tensor]:
         """What the metrics of classification read; of a regression the number."""
         work = {name: batch[name] for name in TextWork.columns}
         if self._is_regression:
             return {"prediction": outputs[:, 0].float(), **work}
-        return {**observe_logits(outputs, batch["targets"], _TOP, self.requested), **work}
+        return observed_logits(
+            outputs, batch["targets"], _TOP, self.requested, observe=self.observe, others=work
+        )
 
+    @keeps_late
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> Mapping[str, Column]:
         if not self._is_regression:
             return columns

@@ -345,6 +345,12 @@ def test_a_large_job_is_divided_at_once() -> None:
         ({"SLURM_GPUS_ON_NODE": "0", "SLURM_JOB_GPUS": "0,1"}, ""),
         ({"SLURM_STEP_GPUS": "0"}, "SLURM_STEP_GPUS=0"),
         ({"SLURM_JOB_GPUS": "0,1"}, "SLURM_JOB_GPUS=0,1"),
+        ({"SLURM_JOB_GPUS": "0"}, "SLURM_JOB_GPUS=0"),
+        # A shell of salloc and a batch script have the number of a step, which is no step of tasks.
+        ({"SLURM_JOB_GPUS": "0", "SLURM_STEP_ID": "4294967291"}, "SLURM_JOB_GPUS=0"),
+        # srun --gres=none in a job with GPUs: Slurm takes away the step's variables, and not the job's.
+        ({"SLURM_JOB_GPUS": "0", "SLURM_STEP_ID": "3"}, ""),
+        ({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1", "SLURM_STEP_ID": "3"}, "SLURM_STEP_GPUS=1"),
         ({"NVIDIA_VISIBLE_DEVICES": "all"}, ""),
         ({"NVIDIA_VISIBLE_DEVICES": "void"}, ""),
         ({"NVIDIA_VISIBLE_DEVICES": "GPU-1234"}, "NVIDIA_VISIBLE_DEVICES=GPU-1234"),

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import dualeval
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Value
+from dualeval.metrics import Measured, Value, classification
 from dualeval.metrics.classification import (
     LogitColumns,
     TieWarning,
@@ -187,7 +187,11 @@ def test_a_row_depends_on_itself_alone(classes: int) -> None:
 
 @pytest.mark.parametrize("classes", [2, 10, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype: torch.dtype) -> None:
+def test_logits_that_wait_give_the_columns_of_their_batches(
+    monkeypatch: pytest.MonkeyPatch, classes: int, dtype: torch.dtype
+) -> None:
+    if classes == 64:
+        monkeypatch.setattr(classification, "_AT_ONCE", 700)  # made of ten rows at once
     logits, target = sample_logits(301, classes)
     logits = logits.to(dtype)
     logits[7, 1], logits[9, 0] = math.nan, math.inf
@@ -212,6 +216,34 @@ def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype:
 
 def test_many_classes_do_not_wait() -> None:
     assert type(observed_logits(*sample_logits(3, 65), 5)) is dict
+
+
+@pytest.mark.parametrize(("classes", "wait"), [(2, True), (1000, True), (1025, False)])
+def test_the_logits_of_a_gpu_wait_for_more_classes(classes: int, wait: bool) -> None:
+    """On "meta" no kernel runs: it plays a device whose logits are not the host's."""
+    logits, target = (tensor.to("meta") for tensor in sample_logits(3, classes))
+    columns = observed_logits(logits, target, 5, others={"n": target})
+    if not wait:
+        assert type(columns) is dict
+        return
+    assert isinstance(columns, LogitColumns) and [*columns][-1] == "n"
+    assert columns.given["logits"] is logits and columns.given["n"] is target, "no kernel, not even a copy"
+
+
+def test_other_columns_wait_as_they_are() -> None:
+    logits, target = sample_logits(9, 4)
+    other = torch.arange(9)
+    late = observed_logits(logits, target, 5, others={"n": other})
+    other.zero_()
+    assert isinstance(late, LogitColumns) and len(late) == len([*late]) == 9
+    joined = late.joined([late])
+    assert joined.made(["n", "loss"])["n"].tolist() == [*range(9)] * 2 == joined["n"].tolist()
+    assert [*joined.made(["n"])] == ["n"] and joined.kind == late.kind
+    assert late.kind != observed_logits(logits, target, 5).kind  # type: ignore[attr-defined]
+    theirs = observed_logits(
+        logits, target, 5, observe=test_other_columns_wait_as_they_are, others={"n": other}
+    )
+    assert type(theirs) is dict and [*theirs] == [*late]
 
 
 def test_a_label_that_no_class_has_is_refused_unless_any_may_be() -> None:

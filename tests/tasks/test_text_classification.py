@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
+from dualeval.columns.late import LateColumns
 from dualeval.data.set_names import TABLES
 from dualeval.engine.scoring.rescoring import rescore
 from dualeval.errors import UsageError
@@ -250,6 +252,26 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
     assert task.labels_used().get("classes", [None] * 3) == [
         None if name.startswith("LABEL") else name for name in names
     ] or names[0].startswith("LABEL")
+
+
+def test_logits_wait_unless_the_users_own_observe_reads_the_columns(model: Path) -> None:
+    """On a GPU they leave without a kernel beside the forward's."""
+
+    class Own(TextClassification):
+        def observe(self, outputs: Tensor, batch: dict[str, Any]) -> Mapping[str, Tensor]:
+            return {**super().observe(outputs, batch)}
+
+    found = []
+    for kind in (TextClassification, Own):
+        task = kind(model=texts.classifier(NAMES), tokenizer=model, data=labelled(2, 0, 2))
+        built = task.build_model(torch.device("cpu"))
+        batch = task.collate(task.dataset().__getitems__(range(3)))
+        with torch.inference_mode():
+            found.append(task.observe(task.forward(built, batch), batch))
+    late, there = found
+    assert isinstance(late, LateColumns) and task.postprocess(late, range(3)) is late
+    assert type(there) is dict and [*there] == [*late]
+    assert all(torch.equal(column, late[name]) for name, column in there.items())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ same stream, unless another stream was named that still works with it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +43,12 @@ class PlayedStream:
             self.work[self.done]()
             self.done += 1
 
-    def wait_stream(self, other: PlayedStream) -> None:
-        if "wait_stream" not in self._device.forgets:
-            behind = len(other.work)
-            self.give(lambda: other.run(behind))
+    def wait_event(self, event: PlayedEvent) -> None:
+        if "wait_event" not in self._device.forgets:
+            self.give(lambda: event.stream.run(event.behind))
+
+    def record_event(self) -> PlayedEvent:
+        return PlayedEvent(self._device, self, len(self.work))
 
     def __enter__(self) -> PlayedStream:
         self._outer.append(self._device.current)
@@ -88,11 +91,22 @@ class Played(Host):
         super().__init__(torch.device("cpu"))
         self.prompt = frozenset(prompt)
         self.forgets = frozenset(forgets)
-        self.computing = self.current = PlayedStream(self, "computing")
+        self.computing = PlayedStream(self, "computing")
+        # A thread's current stream is its own.
+        self._of_thread = threading.local()
         self.streams = [self.computing]
         self.reused = 0
         self._blocks: dict[int, _Block] = {}
         self._given_back: list[_Block] = []
+
+    @property
+    def current(self) -> PlayedStream:
+        found: PlayedStream = getattr(self._of_thread, "stream", self.computing)
+        return found
+
+    @current.setter
+    def current(self, stream: PlayedStream) -> None:
+        self._of_thread.stream = stream
 
     @property
     def held(self) -> int:
@@ -119,6 +133,13 @@ class Played(Host):
         self._blocks[id(found)] = block
         weakref.finalize(found, self._give_back, id(found)).atexit = False
         return found
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        whole = self.empty(torch.empty(sum(map(len, parts)), dtype=torch.uint8))
+        self.launch(lambda *parts: torch.cat(parts[:-1], out=parts[-1]), *parts, whole)
+        return whole
 
     def start_copy(self, source: Tensor, target: Tensor) -> None:
         self.launch(lambda source, target: target.copy_(source), source, target)

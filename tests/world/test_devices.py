@@ -173,7 +173,10 @@ def test_two_ranks_on_one_gpu_and_two_slices_of_one_are_known(
         backend = _Several([{"sight": {"rank": 1, "host": "m", "gpus": [gpu], "reason": "", "promised": ""}}])
         with played_gpus("A"), mock.patch.object(backend, "use_device") as used:
             take_device(backend, "cuda:0")
-        used.assert_called_once_with(torch.device("cuda", 0), shared=shared)
+            used.assert_called_once_with(torch.device("cuda", 0), shared=shared)
+            if letter == "B":  # two slices are two GPUs, each a rank's own without a word
+                take_device(backend)
+                assert used.call_args == mock.call(torch.device("cuda", 0), shared=shared)
 
 
 class _OverNccl(SingleBackend):

@@ -11,8 +11,8 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,15 @@ class Accelerator:
         """Queue a copy between pinned memory and the device in the current stream; the host does not wait."""
         target.copy_(source, non_blocking=True)
 
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors of bytes, one after the other, on the device: one kernel."""
+        return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """The context in which "cuda", and pinned memory, mean this device in this thread."""
+        context: AbstractContextManager[object] = torch.get_device_module(self.device).device(self.device)
+        return context
+
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keep a tensor's memory from reuse until a stream has finished the work queued in it so far."""
         tensor.record_stream(stream)
@@ -99,6 +108,10 @@ class Host(Accelerator):
 
     is_host = True
     batches_ahead = 0
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """No context: there is one CPU."""
+        return nullcontext()
 
     def release(self) -> None:
         """Do nothing: unused memory is free already."""

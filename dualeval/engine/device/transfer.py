@@ -1,15 +1,17 @@
 """The copies of batches to the device, and of their columns back to the host, during the computation.
 
 Copies go through pinned memory, which torch keeps and reuses when a copy is done: allocating it takes longer
-than the copy. Batches for a CPU are not copied.
+than the copy. A batch's columns leave the device as one tensor of bytes, as starting a copy takes the host
+longer than the device needs for it. Batches for a CPU are not copied.
 """
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from itertools import islice
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,19 @@ Columns = Mapping[str, Column]
 # Waits until a batch's columns are complete, and returns them.
 Pending = Callable[[], Columns]
 HOST = torch.device("cpu")
+# Bytes of a column from which on packing it takes the device longer than starting its copy takes the host.
+_LARGE = 1 << 20
+
+
+class Begun(NamedTuple):
+    """A batch on its way to the device."""
+
+    data: Any
+    # Its tensors there, and the event behind their copies; None without any.
+    copies: list[Tensor]
+    done: Any
+    # Whether it has objects that move themselves, which are still where they were.
+    moves: bool
 
 
 class Uploads:
@@ -34,25 +49,40 @@ class Uploads:
 
     def start(self, data: Any) -> Any:
         """Start the copies of a batch's tensors; later work of the current stream waits for them."""
-        if self._copies is None:
-            return data
+        return data if self._copies is None else self.hand_over(self.begin(data))
+
+    def begin(self, data: Any) -> Begun:
+        """Write a batch into pinned memory and start its copies, in any thread, but one batch at a time."""
         # A tensor that is in the batch twice is copied once.
         on_device: dict[int, Tensor] = {}
+        others: list[Any] = []
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in on_device:
                 on_device[id(tensor)] = self._copied(tensor)
             return on_device[id(tensor)]
 
-        # Objects with a ``to`` are moved in the computing stream: only they know which memory they allocate.
-        moved = map_batch(copied, data, methodcaller("to", self._accelerator.device))
-        if on_device:
+        def left(value: Any) -> Any:
+            others.append(value)
+            return value
+
+        there = map_batch(copied, data, left)
+        done = self._copies.record_event() if on_device and self._copies is not None else None
+        return Begun(there, [*on_device.values()], done, bool(others))
+
+    def hand_over(self, begun: Begun) -> Any:
+        """The batch for the current stream, whose later work waits for the copies."""
+        if begun.done is not None:
             computing = self._accelerator.current_stream()
-            computing.wait_stream(self._copies)
-            for copy in on_device.values():
+            # Not for the stream, in which the next batch's copies may be queued by now.
+            computing.wait_event(begun.done)
+            for copy in begun.copies:
                 # Otherwise the allocator reuses the memory while the computing stream still reads it.
                 self._accelerator.keep_for(copy, computing)
-        return moved
+        if not begun.moves:
+            return begun.data
+        # In the computing stream, as only they know which memory they allocate.
+        return map_batch(lambda tensor: tensor, begun.data, methodcaller("to", self._accelerator.device))
 
     @torch.no_grad()
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -67,29 +97,50 @@ class Uploads:
 
 @torch.no_grad()
 def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
-    """Start the copies of a batch's columns to the host, after the work queued in the current stream."""
+    """Start the copy of a batch's columns to the host, after the work queued in the current stream."""
     if isinstance(columns, LateColumns):
         download = start_download(accelerator, columns.given)
         return lambda: columns.of(download())
-
-    def begin(part: Any) -> Any:
+    kinds = {name: type(column) for name, column in columns.items()}
+    # The tensors that the columns are made of, and how many each has; soon their copies on the host.
+    parts = [part for column in columns.values() for part in parts_of(column)]
+    counts = [len(parts_of(column)) for column in columns.values()]
+    packed: list[tuple[int, Tensor]] = []
+    for place, part in enumerate(parts):
         if not is_plain(part, accelerator.device):
-            return part.cpu() if isinstance(part, Tensor) else part
+            parts[place] = part.cpu() if isinstance(part, Tensor) else part
+            continue
         # Torch conjugates or negates some views only when it reads them; a raw copy would miss that.
         part = part.resolve_conj().resolve_neg()
-        pinned = accelerator.pinned(part)
-        accelerator.start_copy(part, pinned)
-        return pinned
-
-    kinds = {name: type(column) for name, column in columns.items()}
-    # By name, the tensors that each column is made of.
-    parts = {name: [*map(begin, parts_of(column))] for name, column in columns.items()}
+        if part.is_contiguous() and part.nbytes < _LARGE:
+            packed.append((place, part))
+        else:
+            parts[place] = accelerator.pinned(part)
+            accelerator.start_copy(part, parts[place])
+    # The widest numbers first: so each part begins at a multiple of its numbers' width.
+    packed.sort(key=lambda each: -each[1].itemsize)
+    forms = [(place, part.nbytes, part.dtype, part.shape) for place, part in packed]
+    package = torch.empty(0)
+    if packed:
+        on_device = accelerator.joined([part.reshape(-1).view(torch.uint8) for _, part in packed])
+        package = accelerator.pinned(on_device)
+        accelerator.start_copy(on_device, package)
+        for place, _ in packed:
+            parts[place] = None  # it would hold the device's memory
     arrived = accelerator.record_event()
 
     def wait() -> Columns:
         arrived.synchronize()
+        start = 0
+        for place, size, dtype, shape in forms:
+            parts[place] = package[start : start + size].view(dtype).view(shape)
+            start += size
         # Copied out of pinned memory, for some columns are held until a run ends.
-        return {name: of_parts(kinds[name], [*map(_cloned, tensors)]) for name, tensors in parts.items()}
+        host = map(_cloned, parts)
+        return {
+            name: of_parts(kind, [*islice(host, count)])
+            for (name, kind), count in zip(kinds.items(), counts, strict=True)
+        }
 
     return wait
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import inf
 from pathlib import Path
@@ -198,7 +199,8 @@ def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> Non
 class Recorder:
     """Takes the batches of one rank, chunk by chunk, and folds whole chunks.
 
-    One thread adds; another may flush, so that finished work is saved even if the first thread hangs.
+    One thread adds; another may flush, so that finished work is saved even if the first thread hangs. With
+    ``beside`` whole chunks are folded by the thread that writes them, while the first one launches batches.
     """
 
     def __init__(
@@ -208,7 +210,10 @@ class Recorder:
         rows: Sequence[str],
         writer: JournalWriter | MemoryWriter,
         progress: Progress | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
+        self._beside = beside
         self._plan = plan
         self._metrics = tuple(metrics)
         self._names = tuple(rows)
@@ -236,8 +241,8 @@ class Recorder:
         # By whether its chunks have failed samples: a resumed run skips such a file and tries these again.
         self._parts = {False: _Part(), True: _Part()}
         self._flushed_at = monotonic()
-        # The file that is being written, or could not be; the thread that writes it; and that thread's error.
-        self._file: _File | None = None
+        # What is being folded and written, or could not be; the thread that does it; and that thread's error.
+        self._file: _Part | _File | None = None
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
 
@@ -337,7 +342,7 @@ class Recorder:
             if not self._await_file(limit):
                 return False
             start = perf_counter()
-            self._file = self._folded(part)
+            self._file = part if self._beside else self._folded(part)
             self._parts[has_failures] = _Part()
             self.metrics_s += perf_counter() - start
             self._begin_file()
@@ -359,17 +364,22 @@ class Recorder:
         return _File(part.chunks, part.rows_of_chunks, delta.values, kept, part.failures)
 
     def _begin_file(self) -> None:
-        if self.writer.folder is None:
-            self._write_file()
+        write = partial(self._write_file, torch.is_inference_mode_enabled())
+        if self.writer.folder is None and not self._beside:
+            write()
             return
         # In a thread: a slow disk delays nothing but the next file.
-        self._writing = threading.Thread(target=self._write_file, name="dualeval-journal", daemon=True)
+        self._writing = threading.Thread(target=write, name="dualeval-journal", daemon=True)
         self._writing.start()
 
-    def _write_file(self) -> None:
+    def _write_file(self, is_inference: bool) -> None:
         file = self._file
         assert file is not None
         try:
+            if isinstance(file, _Part):
+                # As in the thread that adds: what a caller's inference mode has made is written only in it.
+                with torch.inference_mode(is_inference):
+                    file = self._file = self._folded(file)
             self.writer.write(*file)
             # A ledger made in inference mode can be written only in it, and threads start outside of it.
             with torch.inference_mode():

@@ -17,7 +17,7 @@ import torch
 from dualeval.columns.ragged import Column
 from dualeval.engine.checks import first_batch
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device.accelerator import is_out_of_memory
+from dualeval.engine.device.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
@@ -66,7 +66,9 @@ def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
             prefix=folder.prefix(world.rank),
         )
     progress = evaluation.run.control.progress
-    return Recorder(evaluation.plan, evaluation.metrics, evaluation.kept, writer, progress)
+    # On a CPU another thread has no core of its own.
+    beside = not accelerator_of(evaluation.run.device).is_host
+    return Recorder(evaluation.plan, evaluation.metrics, evaluation.kept, writer, progress, beside=beside)
 
 
 class Loop:

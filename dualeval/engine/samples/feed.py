@@ -13,9 +13,12 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,8 +29,8 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device.accelerator import accelerator_of
-from dualeval.engine.device.transfer import Uploads, map_batch
+from dualeval.engine.device.accelerator import Accelerator, accelerator_of
+from dualeval.engine.device.transfer import Begun, Uploads, map_batch
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.samples.samples import Samples
 from dualeval.engine.samples.subset import index_of, name_of
@@ -43,6 +46,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _DESCRIPTORS = Path("/proc/self/fd")
 # For each reading process; all of them together need three times as much in addition.
 _LOCKS_BYTES = 16 * 1024
+# Bytes of a batch from which on writing them into pinned memory takes longer than another thread's start.
+_LARGE_BATCH = 1 << 20
 _MORE_ROOM = (
     "A container gets more with 'docker run --ipc=host' or --shm-size, in Kubernetes with an emptyDir of "
     "memory at /dev/shm."
@@ -288,14 +293,17 @@ class Feed:
         self._step = step
         # Seconds spent waiting for data so far.
         self.wait_s = 0.0
-        # Seconds the host spent on writing batches into pinned memory and starting their copies.
+        # Seconds this thread spent on writing batches into pinned memory and starting their copies, or waited
+        # for the thread that does.
         self.transfer_s = 0.0
         # Notes on reading, from all processes that read for this rank.
         self.notes: list[str] = []
         self._handing_out: Generator[Read] | None = None
 
     def __iter__(self) -> Iterator[Read]:
-        self._handing_out = self._hand_out()
+        accelerator = accelerator_of(self._device)
+        read = self._read()
+        self._handing_out = read if accelerator.is_host else self._uploaded(read, accelerator)
         return self._handing_out
 
     def close(self) -> None:
@@ -303,9 +311,8 @@ class Feed:
         if self._handing_out is not None:
             self._handing_out.close()
 
-    def _hand_out(self) -> Generator[Read]:
-        accelerator = accelerator_of(self._device)
-        uploads = Uploads(accelerator)
+    def _read(self) -> Generator[Read]:
+        """The batches as they are read, all in the main thread, to which a data set may be bound."""
         # If each sample has its own open file, as with lazily loaded pictures, no two processes share one.
         several = self._workers > 1
         kept = {} if not several or len(files := _read_by_position()) >= len(self._reader) else files
@@ -324,9 +331,7 @@ class Feed:
                 data, failed, *notes = item
                 for sentences in notes:  # of a reading process
                     self.notes += sentences
-                # Yielded before the wait for the next batch, so that the device computes this one while the
-                # next is read and copied. No variable refers to it: that would hold the device's memory.
-                yield (data if accelerator.is_host else self._uploaded(uploads, data)), failed
+                yield data, failed
         except Exception as error:
             lost = lost_worker(error)
             if lost is None:
@@ -340,11 +345,40 @@ class Feed:
             del loaded
             _end(readers)
 
-    def _uploaded(self, uploads: Uploads, data: Any) -> Any:
+    def _uploaded(self, read: Generator[Read], accelerator: Accelerator) -> Generator[Read]:
+        """The batches on the device. No variable refers to them: that would hold the device's memory."""
+        uploads = Uploads(accelerator)
+        begun: deque[tuple[Future[Begun], tuple[FailedSample, ...]]] = deque()
+        pool: ThreadPoolExecutor | None = None
+
+        def begin(data: Any) -> Begun:
+            with accelerator.as_current():
+                return uploads.begin(data)
+
+        def ready(future: Future[Begun], failed: tuple[FailedSample, ...]) -> Read:
+            return self._timed(lambda: uploads.hand_over(future.result())), failed
+
+        with closing(read), ExitStack() as stack:
+            for data, failed in read:
+                if pool is None and _bytes_in(data) >= _LARGE_BATCH:
+                    pool = stack.enter_context(ThreadPoolExecutor(1, "dualeval-upload"))
+                if pool is None:
+                    # Yielded before the wait for the next batch, so that the device computes this one while
+                    # the next is read and copied.
+                    yield self._timed(partial(uploads.start, data)), failed
+                    continue
+                # Written into pinned memory while this thread launches the batch before.
+                begun.append((pool.submit(begin, data), failed))
+                if len(begun) > 1:
+                    yield ready(*begun.popleft())
+            while begun:
+                yield ready(*begun.popleft())
+
+    def _timed(self, work: Callable[[], Any]) -> Any:
         self._step(Stage.TRANSFER)
         start = perf_counter()
         try:
-            return uploads.start(data)
+            return work()
         finally:
             self.transfer_s += perf_counter() - start
 
@@ -371,6 +405,20 @@ class Feed:
             )
             loaded = map(pickle.loads, loader)
         return loaded, [each for each in multiprocessing.active_children() if each not in before]
+
+
+def _bytes_in(data: Any) -> int:
+    """The bytes of a batch's tensors."""
+    size, rest = 0, [data]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, torch.Tensor):
+            size += each.numel() * each.itemsize
+        elif isinstance(each, Mapping):
+            rest += each.values()
+        elif isinstance(each, (list, tuple)):
+            rest += each
+    return size
 
 
 def _read_by_position() -> dict[int, tuple[str, int]]:

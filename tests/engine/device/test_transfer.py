@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 import subprocess
+import threading
 import weakref
 from collections import UserDict, deque, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,12 +26,19 @@ from dualeval.engine.device import accelerator
 from dualeval.engine.device.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
 from dualeval.engine.device.machines import machine_facts
 from dualeval.engine.device.transfer import Uploads, map_batch, start_download
+from dualeval.engine.folder import recorder
 from dualeval.engine.model.compute import Compute, usable_threads
+from dualeval.engine.samples import feed
 from dualeval.engine.samples.feed import Feed, Reader
+from dualeval.engine.values.options import RunOptions
+from dualeval.errors import DualevalError, Stopped
+from dualeval.metrics import Mean
 from dualeval.options.precision import FP32
+from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.engine.samples.test_feed import Boxes, Scan
-from tests.vehicles.played_device import Played, PlayedTask
-from tests.vehicles.sessions import evaluate
+from tests.vehicles.played_device import Played, PlayedEvent, PlayedTask
+from tests.vehicles.sessions import evaluate, joined, run_task
 from tests.vehicles.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -71,8 +80,10 @@ def rows(out: Path) -> Any:
 
 @pytest.mark.parametrize("prompt", SPEEDS, ids=["late", "kernels early", "copies early", "early"])
 def test_the_engine_gives_the_same_through_a_device(
-    tmp_path: Path, play: Play, prompt: Sequence[str]
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, prompt: Sequence[str]
 ) -> None:
+    if len(prompt) == 1:  # a thread writes the batches into pinned memory
+        monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
     options: dict[str, Any] = {"batch_size": 8, "on_error": "skip", "workers": 1 if prompt else 0}
     expected = evaluate(TinyTask(301, broken=[9, 77]), tmp_path / "cpu", **options)
     device = play(Played(prompt))
@@ -85,14 +96,14 @@ def test_the_engine_gives_the_same_through_a_device(
 def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
     """All that a loop does with a device, with three batches under way."""
     found, under_way = [], deque[Any]()
-    feed = Feed(
+    batches_of = Feed(
         Reader(task.dataset(), task),
         (range(first, first + 6) for first in range(0, 6 * batches, 6)),
         workers=0,
         device=CPU,
     )
     with Compute(task, task.build_model(CPU), CPU, FP32, 1) as compute:
-        for data, _ in feed:
+        for data, _ in batches_of:
             under_way.append(compute.start(data))
             if len(under_way) > compute.ahead:
                 found.append(under_way.popleft()())
@@ -102,7 +113,7 @@ def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
 
 @pytest.mark.parametrize(
     ("forgets", "prompt"),
-    [("wait_stream", ("computing",)), ("synchronize computing", ("copying",)), ("keep_for", ("copying",))],
+    [("wait_event", ("computing",)), ("synchronize computing", ("copying",)), ("keep_for", ("copying",))],
 )
 def test_each_wait_is_needed(play: Play, forgets: str, prompt: Sequence[str]) -> None:
     """Or else the played device would prove nothing."""
@@ -116,31 +127,232 @@ def test_each_wait_is_needed(play: Play, forgets: str, prompt: Sequence[str]) ->
 
 
 class Watched(Played):
-    """Writes down when copies to the device and kernels are given to it."""
+    """Writes down what is given to it, and by which thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
+        self.of_other_threads: list[str] = []
+        # Called when a batch is written into pinned memory.
+        self.filling: Callable[[], object] = lambda: None
+
+    def note(self, what: str) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        (self.log if is_main else self.of_other_threads).append(what)
+
+    def pinned(self, like: Tensor) -> Tensor:
+        if self.current is not self.computing or like.dtype != torch.uint8:
+            self.filling()
+        return super().pinned(like)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        self.note(f"pack {len(parts)}")
+        return super().joined(parts)
 
     def launch(self, kernel: Callable[..., object], *tensors: Tensor) -> None:
-        self.log.append("copy" if self.current is not self.computing else "launch")
+        self.note("launch" if self.current is self.computing else "copy")
         super().launch(kernel, *tensors)
+
+    def record_event(self) -> PlayedEvent:
+        event = super().record_event()
+        return WatchedEvent(event.device, event.stream, event.behind)
+
+
+class WatchedEvent(PlayedEvent):
+    def synchronize(self) -> None:
+        assert isinstance(self.device, Watched)
+        self.device.note("wait")
+        super().synchronize()
+
+
+class Reading(PlayedTask):
+    """Writes down when it reads."""
+
+    def collate(self, samples: Any) -> Any:
+        device = self._played
+        assert isinstance(device, Watched)
+        device.note("read")
+        return super().collate(samples)
+
+
+# Forward and observe are a kernel each; packing is one, and one copy brings the eight columns back.
+LAUNCHED = ["launch", "launch", "pack 8", "launch", "launch"]
 
 
 def test_a_batch_is_launched_before_the_next_is_waited_for(play: Play) -> None:
     device = play(Watched())
+    columns_of(Reading(30, device), 5)
+    batch = ["read", "copy", "copy", *LAUNCHED]
+    # The host waits once a batch, for the one two behind; at the end for those that are left.
+    assert device.log == [*batch * 3, "wait", *batch, "wait", *batch, *["wait"] * 3]
+    assert device.of_other_threads == []
 
-    class Reading(PlayedTask):
-        def collate(self, samples: Any) -> Any:
-            device.log.append("read")
-            return super().collate(samples)
 
-    columns_of(Reading(18, device), 3)
-    # Two tensors go to the device; two kernels are launched, and ten columns come back.
-    batch = ["read", "copy", "copy", *["launch"] * 2]
-    log = [entry for number, entry in enumerate(device.log) if number == 0 or entry != device.log[number - 1]]
-    assert log == ["read", "copy", "launch"] * 3
-    assert device.log[: len(batch)] == batch
+def test_large_batches_are_written_by_a_thread_while_others_are_launched(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = columns_of(TinyTask(30), 5)
+    monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
+    device = play(Watched())
+
+    def fill() -> None:
+        """Of the third batch, no sooner than the first is launched: who waits for it there waits in vain."""
+        if len(device.of_other_threads) == 4:
+            while device.log.count("launch") < 4:
+                assert ticks.acquire(timeout=20)
+
+    ticks = threading.Semaphore(0)
+    note = device.note
+
+    def ticking(what: str) -> None:
+        note(what)
+        ticks.release()
+
+    monkeypatch.setattr(device, "note", ticking)
+    device.filling = fill
+    assert columns_of(Reading(30, device), 5) == expected
+    assert device.of_other_threads == ["copy"] * 10
+    batch = ["read", *LAUNCHED]
+    assert device.log == ["read", *batch * 3, "wait", *batch, "wait", *LAUNCHED, *["wait"] * 3]
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-upload")]
+
+
+def test_a_batch_waits_for_its_own_copies_alone() -> None:
+    device = Played()
+    uploads = Uploads(device)
+    first, _ = (uploads.begin(torch.full((3,), number)) for number in range(2))
+    there = uploads.hand_over(first)
+    [copies] = [stream for stream in device.streams if stream is not device.computing]
+    device.computing.run(len(device.computing.work))
+    assert there.tolist() == [0] * 3 and (copies.done, len(copies.work)) == (1, 2)
+
+
+@pytest.mark.parametrize("large", [1, 1 << 20], ids=["thread", "no thread"])
+def test_the_batches_on_a_device_are_few(play: Play, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(feed, "_LARGE_BATCH", large)
+    device, most = play(Played(["computing", "copying"])), 0
+
+    class Counting(PlayedTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            nonlocal most
+            most = max(most, device.held)
+            return super().forward(model, batch)
+
+    columns_of(Counting(240, device), 40)
+    # Two tensors a batch: of the one that is launched, and, with the thread, of the two that it may be at.
+    assert most <= (6 if large == 1 else 2)
+
+
+@pytest.mark.parametrize("what", ["memory", "other"])
+def test_a_thread_that_fails_ends_the_run_with_what_is_finished(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "workers": 0}
+    expected = evaluate(TinyTask(301), tmp_path / "cpu", **options)
+    monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
+    device = play(Watched())
+    error = torch.OutOfMemoryError("CUDA out of memory.") if what == "memory" else RuntimeError("broken")
+    task = PlayedTask(301, device)
+
+    def fill() -> None:
+        # Of the batch with sample 100, or of the one before, which may be written when it is read.
+        if threading.current_thread() is not threading.main_thread() and 100 in task.dataset().reads:
+            raise error
+
+    device.filling = fill
+    says = r"out of memory on .* with --batch-size 8: CUDA out of memory" if what == "memory" else "broken"
+    with pytest.raises(DualevalError if what == "memory" else RuntimeError, match=says):
+        evaluate(task, tmp_path / "out", **options)
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
+    device.filling = lambda: None
+    found = evaluate(PlayedTask(301, device), tmp_path / "out", **options)
+    assert found.metrics_digest == expected.metrics_digest
+    # All but the two that were under way; a chunk is a batch here.
+    assert found.chunks["resumed"] in (9, 10)
+
+
+class Failing(Mean):
+    """Counts the first batch, and fails at the first fold of more."""
+
+    def update(self, ledger: Tensor, columns: Any) -> None:
+        if len(columns["loss"]) > 8:
+            raise ValueError(f"{threading.current_thread().name}: the metric's own")
+        super().update(ledger, columns)
+
+
+class FailingTask(PlayedTask):
+    def metrics(self) -> list[Any]:
+        return [Failing("loss")]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_fold_that_fails_in_its_thread_ends_the_run(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 16)
+    task = FailingTask(301, play(Played()))
+    with pytest.raises(ValueError, match="dualeval-journal: the metric's own"):
+        evaluate(task, tmp_path / "out" if writes else None, batch_size=8, workers=0)
+    # The next chunk finds it, or the one behind that: no batch is computed in vain for long.
+    assert max(task.dataset().reads) < 80
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
+
+
+def test_a_stop_keeps_the_chunk_in_hand_and_leaves_the_next(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "workers": 0}
+    expected = evaluate(TinyTask(301), tmp_path / "cpu", **options)
+    monkeypatch.setattr(feed, "_LARGE_BATCH", 1)
+    device = play(Watched())
+    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
+        stops = ["SIGTERM"]
+
+        class Stopping(PlayedTask):
+            def collate(self, samples: Any) -> Any:
+                if stops and 100 in self.dataset().reads:
+                    control.stop(stops.pop())
+                return super().collate(samples)
+
+        task, run_options = Stopping(301, device), RunOptions(out=tmp_path / "out", **options)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            run_task(task, backend, control, run_options)
+    assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
+    # The stop came as batch 12 was read, while batch 11 was to be launched: that is the last one.
+    assert max(task.dataset().reads) == 103
+    found = evaluate(Stopping(301, device), tmp_path / "out", **options)
+    assert found.chunks["resumed"] == 12 and found.metrics_digest == expected.metrics_digest
+
+
+@pytest.mark.parametrize("guest", [True, False])
+def test_a_guests_device_is_current_while_it_computes(play: Play, guest: bool) -> None:
+    """Of a caller that has not chosen one, GPU 0 is current on every rank."""
+    log: list[str] = []
+
+    class Current(Played):
+        @contextmanager
+        def as_current(self) -> Iterator[None]:
+            log.append("in")
+            yield
+            log.append("out")
+
+    class Noting(PlayedTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            log.append("forward")
+            return super().forward(model, batch)
+
+    evaluate(Noting(60, play(Current())), batch_size=20, guest=guest)
+    assert log[0] == ("in" if guest else "forward") and {*log[1:-1]} == {"forward"}
+    assert log[-1] == ("out" if guest else "forward")
+
+
+def test_the_current_device_is_the_one_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", made.append)
+    accelerator_of(torch.device("cuda", 1)).as_current()
+    assert made == [torch.device("cuda", 1)]
+    with accelerator_of(CPU).as_current():
+        pass
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def test_columns_keep_no_memory_of_others(
             assert column.tolist() == make().tolist()
 
 
-def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 4)
     begun, goes_on = threading.Event(), threading.Event()
     fsync = os.fsync
@@ -73,7 +74,7 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", slow)
     plan = EvalPlan(num_samples=12, batch_size=4)
-    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path))
+    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path), beside=beside)
     taking.add(work_of(plan, 0), {"m": torch.arange(4.0)})
     assert begun.wait(20)
     assert taking.flush(0.01) is False, "a disk that hangs is said at a stop"
@@ -87,8 +88,9 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.Monke
     assert [file.chunks for file in files] == [(0,), (1,), (2,)]
 
 
+@pytest.mark.parametrize("beside", [False, True])
 def test_what_could_not_be_written_is_raised_once_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 4)
     failing = [OSError(28, "No space left on device")]
@@ -101,7 +103,7 @@ def test_what_could_not_be_written_is_raised_once_and_tried_again(
 
     monkeypatch.setattr(JournalWriter, "write", full)
     plan = EvalPlan(num_samples=8, batch_size=4)
-    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path))
+    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path), beside=beside)
     taking.add(work_of(plan, 0), {"m": torch.arange(4.0)})
     with pytest.raises(OSError, match="No space left"):
         taking.add(work_of(plan, 1), {"m": torch.arange(4.0)})
@@ -109,6 +111,68 @@ def test_what_could_not_be_written_is_raised_once_and_tried_again(
     assert taking.flush()
     assert taking.chunks_saved == 2 and taking.ledger.totals() == (8, 0)
     assert len(list(tmp_path.glob("*.journal"))) == 2
+
+
+class Held(Mean):
+    """Waits in its update until it may go on, and notes the thread."""
+
+    def __init__(self) -> None:
+        super().__init__("m")
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+        self.error: Exception | None = None
+
+    def update(self, ledger: Tensor, columns: Any) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        assert self.goes_on.wait(20)
+        if self.error is not None:
+            raise self.error
+        super().update(ledger, columns)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_fold_beside_makes_nobody_wait_but_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 8)
+    plan, metric = EvalPlan(num_samples=20, batch_size=4), Held()
+    writer = journal(tmp_path) if writes else MemoryWriter(keeps=True)
+    taking = Recorder(plan, [metric], ["m"], writer, beside=True)
+    with torch.inference_mode():  # a caller's: its tensors are written only in it
+        for batch in range(3):
+            taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
+        assert metric.begun.wait(20) and taking.flush(0.01) is False
+        waits = threading.Thread(target=taking.add, args=(work_of(plan, 3), {"m": torch.arange(4.0)}))
+        waits.start()
+        waits.join(0.05)
+        assert waits.is_alive(), "no third part: memory is bounded"
+        metric.goes_on.set()
+        waits.join(20)
+        taking.add(work_of(plan, 4), {"m": torch.arange(4.0)})
+        assert taking.flush()
+    assert taking.chunks_saved == 5 and taking.ledger.totals() == (20, 0)
+    assert {*metric.threads} == {"dualeval-journal"}
+
+
+def test_a_fold_that_fails_beside_is_raised_by_the_next_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 8)
+    plan, metric = EvalPlan(num_samples=16, batch_size=4), Held()
+    metric.error = ValueError("the metric's own")
+    taking = Recorder(plan, [metric], ["m"], journal(tmp_path), beside=True)
+    for batch in range(2):
+        taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
+    assert metric.begun.wait(20) and taking._writing is not None
+    metric.goes_on.set()
+    taking._writing.join(20)
+    with pytest.raises(ValueError, match="the metric's own"):
+        taking.add(work_of(plan, 2), {"m": torch.arange(4.0)})
+    with pytest.raises(ValueError, match="the metric's own"):  # it is tried again, as a file is
+        taking.flush()
+    metric.error = None
+    assert taking.flush() and taking.chunks_saved == 3
 
 
 def journal(folder: Path) -> JournalWriter:
