@@ -246,6 +246,7 @@ class Session(OpenSession):
             note=self.note,
             job=dict(job or {}),
             show=show,
+            readers_cores=() if self._joined is None else self._joined.near_gpu,
             **more,
         )
 
