@@ -15,6 +15,7 @@ failed, and 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -94,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = any(STEPS[name].here for name in asked.steps)
     if asked.device == "cuda" and here and not torch.cuda.is_available():
         why = "finds none" if torch.version.cuda else "is built without CUDA"
-        print(f"gpu.py: no GPU here: torch {torch.__version__} {why}.", file=sys.stderr)
+        others = ",".join(step.name for step in STEPS.values() if not step.here)
+        hint = f" For the other nodes of the job: --step {others}." if "SLURM_JOB_ID" in os.environ else ""
+        print(f"gpu.py: no GPU here: torch {torch.__version__} {why}.{hint}", file=sys.stderr)
         return 2
     end_on_sigterm()
     began = monotonic()

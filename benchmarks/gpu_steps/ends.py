@@ -13,7 +13,7 @@ from typing import Any
 
 from common import ROOT, torchrun
 
-from gpu_steps.trial import FAILED, LONG_S, PASSED, Step, Trial, Verdict
+from gpu_steps.trial import FAILED, MOST_S, PASSED, Step, Trial, Verdict
 
 
 def ends(trial: Trial) -> None:
@@ -70,7 +70,7 @@ def conformance(trial: Trial) -> None:
     def judge() -> Verdict:
         with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
             given = ["--ranks", "1", "--device", trial.device, "--out", folder]
-            trial.run_dualeval("conformance", *given, limit_s=LONG_S)
+            trial.run_dualeval("conformance", *given, limit_s=MOST_S)
             said = json.loads(Path(folder, "conformance.json").read_text("utf-8"))
         outcomes = Counter(run["outcome"] for run in said["runs"])
         return PASSED, ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())

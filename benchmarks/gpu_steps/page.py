@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import shutil
 import socket
@@ -86,7 +85,7 @@ def write_page(
 ) -> None:
     """Write the page, its figures, and the pictures of the parts beside them."""
     names, card = names_here(), parts[0]["card"]
-    cleaned = json.loads(names.clean(json.dumps(parts)))
+    cleaned = _cleaned(parts, names)
     title = f"make gpu: {card['name']}" if card else "make gpu, tried on CPUs"
     name = "gpu" if card else "gpu-on-cpu"
     pictures = sorted(folder.glob("*.png"))
@@ -98,6 +97,15 @@ def write_page(
         shutil.copy(picture, results / f"{name}-{picture.name}")
     figures = {"card": card, "parts": cleaned}
     write_results(name, title, text, figures, dict(parts[0]["machine"]), results, names.clean)
+
+
+def _cleaned(value: Any, names: Names) -> Any:
+    """A value of JSON with its texts cleaned; keys stay, which a host may be called like."""
+    if isinstance(value, Mapping):
+        return {key: _cleaned(each, names) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(each, names) for each in value]
+    return names.clean(value) if isinstance(value, str) else value
 
 
 def names_here() -> Names:

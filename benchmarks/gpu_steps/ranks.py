@@ -112,7 +112,7 @@ def speed(trial: Trial) -> None:
         cores = min(node.cores for node in site.nodes)
         trial.sections.append(
             f"### Throughput by ranks\n\n{model} in fp32, batches of 64 from memory, as many for each rank; "
-            f"the median of {trial.rounds} passes, in brackets the lowest and the highest, without the "
+            "the median of up to three passes, in brackets the lowest and the highest, without the "
             f"look at the first samples. Each node has {cores} cores; more ranks on CPUs share them.\n\n"
             f"{table(head, cells)}"
         )
