@@ -7,7 +7,7 @@ failed, and 2 without a GPU.
 
     python benchmarks/gpu.py                                     # on a machine with GPUs, or in a Slurm job
     python benchmarks/gpu.py --list                              # the steps, with estimated minutes
-    python benchmarks/gpu.py --step speed-small,ends             # some of them
+    python benchmarks/gpu.py --step speed,ends                   # some of them
     python benchmarks/gpu.py --minutes 14                        # as many as that leaves time for
     python benchmarks/gpu.py --device cpu --images 64 --rounds 2 # all of it in a small form, on CPUs
 """
@@ -33,7 +33,7 @@ from gpu_steps.trial import FAILED, Trial, is_finished, part_of, read_part, runn
 
 _ALL = (*correct.STEPS, *ends.STEPS, *speed.STEPS, *ranks.STEPS)
 # What is wanted most comes first, where the time may not last.
-_FIRST = ("speed-small", "ends", "numbers", "speed-bert", "masks", "speed-jpeg", "ranks-digests")
+_FIRST = ("speed-small", "ends", "numbers", "speed-bert", "masks", "speed-jpeg", "ranks-torchrun")
 STEPS = {
     step.name: step
     for step in sorted(_ALL, key=lambda step: _FIRST.index(step.name) if step.name in _FIRST else len(_FIRST))
@@ -66,7 +66,13 @@ def card_here() -> dict[str, Any]:
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--step", action="append", default=[], metavar="NAME", help="only these, with commas")
+    parser.add_argument(
+        "--step",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only these, or that begin so, with commas",
+    )
     parser.add_argument("--list", action="store_true", help="list the steps, and stop")
     parser.add_argument("--minutes", type=float, help="begin no step for which they do not last")
     parser.add_argument("--again", action="store_true", help="run steps again that have passed")
@@ -75,8 +81,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=Path, default=_PARTS, help="folder of the parts")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page")
     asked = parser.parse_args(arguments)
-    asked.steps = [name for word in asked.step for name in word.split(",")] or list(STEPS)
-    if unknown := [step for step in asked.steps if step not in STEPS]:
+    words = [word for words in asked.step for word in words.split(",")]
+    # All those whose names begin so, as "ranks" and "speed".
+    asked.steps = [
+        name for name in STEPS if any(f"{name}-".startswith(f"{word}-") for word in words or [name])
+    ]
+    if unknown := [word for word in words if not any(f"{name}-".startswith(f"{word}-") for name in STEPS)]:
         parser.error(f"--step {','.join(unknown)}: expected some of {','.join(STEPS)}")
     if asked.rounds < 2:
         parser.error(f"--rounds {asked.rounds}: expected at least 2, as shares have a middle half")
@@ -90,13 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.list:
         for step in STEPS.values():
             done = "passed" if is_finished(asked.parts, step.name, settings) else ""
-            print(f"{step.name:<14} {step.minutes:>4g} min  {done:<7} {step.about}")
+            print(f"{step.name:<17} {step.minutes:>3g} min  {done:<7} {step.about}")
         return 0
     here = any(STEPS[name].here for name in asked.steps)
     if asked.device == "cuda" and here and not torch.cuda.is_available():
         why = "finds none" if torch.version.cuda else "is built without CUDA"
-        others = ",".join(step.name for step in STEPS.values() if not step.here)
-        hint = f" For the other nodes of the job: --step {others}." if "SLURM_JOB_ID" in os.environ else ""
+        hint = " For the nodes of the job: --step ranks." if "SLURM_JOB_ID" in os.environ else ""
         print(f"gpu.py: no GPU here: torch {torch.__version__} {why}.{hint}", file=sys.stderr)
         return 2
     end_on_sigterm()

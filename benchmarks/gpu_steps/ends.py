@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, torchrun
+from common import ROOT, missing, torchrun
 
 from gpu_steps.trial import FAILED, MOST_S, PASSED, Step, Trial, Verdict
 
@@ -65,11 +65,13 @@ def result_of(trial: Trial, job: Sequence[str], out: str) -> Any:
 
 
 def conformance(trial: Trial) -> None:
-    """``dualeval conformance`` on one rank, with the launchers that are here."""
+    """``dualeval conformance`` on one rank, by what the steps of several ranks do not start."""
 
     def judge() -> Verdict:
         with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
-            given = ["--ranks", "1", "--device", trial.device, "--out", folder]
+            launchers = ["nproc", *(["mpirun"] if missing("torch", over_mpi=True) is None else [])]
+            given = ["--ranks", "1", "--launchers", ",".join(launchers), "--device", trial.device]
+            given += ["--out", folder]
             trial.run_dualeval("conformance", *given, limit_s=MOST_S)
             said = json.loads(Path(folder, "conformance.json").read_text("utf-8"))
         outcomes = Counter(run["outcome"] for run in said["runs"])

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +39,11 @@ def sizes_on(site: Site, device: str) -> list[int]:
     return [size for size in _SIZES if size <= most]
 
 
-def _starts(trial: Trial, site: Site) -> list[Start]:
-    """A start for each launcher, backend and number of ranks; each says why it cannot be made here."""
+def _starts(trial: Trial, site: Site, launcher: str) -> list[Start]:
+    """A start for each backend and number of ranks; each says why it cannot be made here."""
     return [
         Start.on(site, launcher, backend, size, trial.device)
-        for launcher, backends in _LAUNCHERS.items()
-        for backend in backends
+        for backend in _LAUNCHERS[launcher]
         for size in sizes_on(site, trial.device)
     ]
 
@@ -51,27 +51,32 @@ def _starts(trial: Trial, site: Site) -> list[Start]:
 # -- digests -------------------------------------------------------------------------------------------
 
 
-def digests(trial: Trial) -> None:
-    """``dualeval conformance``: the digest by launcher, backend and ranks, and each backend's collectives."""
+def _digests(launcher: str) -> Callable[[Trial], None]:
+    """``dualeval conformance``: the digest by backend and ranks, and each backend's collectives."""
 
-    def judge() -> Verdict:
-        site = site_here()
-        sizes = ",".join(map(str, sizes_on(site, trial.device)))
-        here = {start.launcher for start in _starts(trial, site) if start.reason is None}
-        launchers = ",".join(name for name in _LAUNCHERS if name in here)
-        with tempfile.TemporaryDirectory(prefix="dualeval-gpu-", dir=trial.folder) as folder:
-            given = ["--ranks", sizes, "--launchers", launchers, "--device", trial.device]
-            given += ["--out", f"{folder}/out"]
-            trial.run_dualeval("conformance", *given, limit_s=MOST_S, any_exit_code=True)
-            said = json.loads(Path(folder, "out/conformance.json").read_text("utf-8"))
-            page = Path(folder, "out/conformance.md").read_text("utf-8")
-        trial.sections.append(below(page))
-        agrees = "**Agrees.**" in page
-        outcomes = Counter(run["outcome"] for run in (*said["runs"], *said["self_tests"]))
-        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        return PASSED if agrees else FAILED, f"{told}; {launchers} at {sizes} ranks"
+    def run(trial: Trial) -> None:
+        trial.row(f"dualeval conformance --launchers {launcher}", partial(_conform, trial, launcher))
 
-    trial.row("dualeval conformance", judge)
+    return run
+
+
+def _conform(trial: Trial, launcher: str) -> Verdict:
+    site = site_here()
+    reasons = [start.reason for start in _starts(trial, site, launcher)]
+    if None not in reasons:
+        return NOT_HERE, str(reasons[0])
+    sizes = ",".join(map(str, sizes_on(site, trial.device)))
+    # Beside the part: all nodes of a job have to see it.
+    with tempfile.TemporaryDirectory(prefix="dualeval-gpu-", dir=trial.folder) as folder:
+        given = ["--ranks", sizes, "--launchers", launcher, "--device", trial.device]
+        given += ["--out", f"{folder}/out"]
+        trial.run_dualeval("conformance", *given, limit_s=MOST_S, any_exit_code=True)
+        said = json.loads(Path(folder, "out/conformance.json").read_text("utf-8"))
+        page = Path(folder, "out/conformance.md").read_text("utf-8")
+    trial.sections.append(below(page))
+    outcomes = Counter(run["outcome"] for run in (*said["runs"], *said["self_tests"]))
+    told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    return PASSED if "**Agrees.**" in page else FAILED, f"{told}, at {sizes} ranks"
 
 
 def below(page: str) -> str:
@@ -104,7 +109,10 @@ def speed(trial: Trial) -> None:
         cells.append([start.launcher, start.backend, str(start.ranks), str(said["nodes"]), shown, efficiency])
         return PASSED, f"{shown} samples/s, efficiency {efficiency}"
 
-    for number, start in enumerate(_starts(trial, site)):
+    # In a job torchrun starts the same ranks as srun.
+    launchers = ("srun",) if site.job else ("torchrun", "horovodrun")
+    starts = [start for launcher in launchers for start in _starts(trial, site, launcher)]
+    for number, start in enumerate(starts):
         what = f"{start.launcher}, {start.backend}, {start.ranks} rank{'s' * (start.ranks > 1)}"
         trial.row(what, partial(judge, start, number))
     head = ["launcher", "backend", "ranks", "nodes", "samples/s", "efficiency"]
@@ -164,12 +172,15 @@ def seeds_train(trial: Trial) -> None:
 
 
 STEPS = (
-    Step(
-        name="ranks-digests",
-        run=digests,
-        minutes=3,
-        about="several cards: digests at 1, 2, 4, 8 ranks by launcher, collectives",
-        here=False,
+    *(
+        Step(
+            name=f"ranks-{launcher}",
+            run=_digests(launcher),
+            minutes=2,
+            about=f"several cards: digests at 1, 2, 4, 8 ranks over {launcher}, collectives",
+            here=False,
+        )
+        for launcher in _LAUNCHERS
     ),
     Step(
         name="ranks-speed", run=speed, minutes=3, about="several cards: samples/s and efficiency", here=False

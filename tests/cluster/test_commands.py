@@ -95,14 +95,14 @@ def test_conformance_passes_with_all_launchers_of_an_allocation(
 @pytest.mark.timeout(900)
 @pytest.mark.needs("horovod")
 def test_make_gpu_measures_the_nodes_of_an_allocation(typed: Typed, cluster: Cluster, tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--images", "64", "--rounds", "2", "--step", "ranks-speed,ranks-digests"]
+    words = ["--device", "cpu", "--images", "64", "--rounds", "2", "--step", "ranks-speed,ranks-srun"]
     words += ["--parts", str(tmp_path / "parts"), "--results", str(tmp_path)]
     done = typed("salloc", "-N2", sys.executable, ROOT / "benchmarks/gpu.py", *words, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     [page] = tmp_path.glob("gpu-on-cpu-*.md")
     text = page.read_text("utf-8")
-    for launcher, backend in (("srun", "torch"), ("srun", "horovod"), ("torchrun", "torch")):
-        assert f"| {launcher} | {backend} | 2 | 2 | " in text
+    for backend in ("torch", "horovod"):
+        assert f"| srun | {backend} | 2 | 2 | " in text
     assert "**Agrees.**" in text
     assert not re.search(r"\bh[01]\b", text) and cluster.address("h0") not in text
 

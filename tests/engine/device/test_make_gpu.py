@@ -116,7 +116,7 @@ def test_steps_that_passed_are_not_run_again_and_the_page_names_the_others(
     assert steps == ["fails", "breaks", "passes", "passes"]
     capsys.readouterr()
     assert gpu.main([*own, "--images", "128", "--list"]) == 0
-    assert "passes            1 min  passed  about passes\n" in capsys.readouterr().out
+    assert "passes              1 min  passed  about passes\n" in capsys.readouterr().out
 
 
 def test_a_step_that_was_cut_off_is_named_and_run_again(gpu: Any, steps: list[str], tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_step_that_was_cut_off_is_named_and_run_again(gpu: Any, steps: list[st
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--step", "speed,ends"], "--step speed: expected some of "),
+        (["--step", "spee,ends"], "--step spee: expected some of "),
         (["--rounds", "1"], "--rounds 1: expected at least 2"),
     ],
 )
