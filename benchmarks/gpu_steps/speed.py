@@ -70,6 +70,8 @@ def _from_files(*models: str) -> Callable[[Trial], None]:
 
         def judge(folder: str, model: str, precision: str) -> Verdict:
             job = ["--model", model, "--weights", "random:0", "--data", folder, "--precision", precision]
+            # On a CPU a small form, as from memory.
+            job += ["--resize", "36", "--crop", "32"] if trial.device == "cpu" else []
             result = result_of(trial, job, f"{folder}-{model}-{precision}")
             timing, readers = result["timing"], result["job"]["workers"]
             loop_s = timing["evaluate_s"] - timing["ranks"][0]["look"]
