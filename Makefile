@@ -69,9 +69,10 @@ bench: $(VENV)/.assets stack
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
 
-# On a machine with a GPU: what only a GPU can show, in at most ten minutes after the installation.
+# On a machine with GPUs, or in a Slurm job: what only they can show, in steps of five minutes at most. What has passed is
+# not run again. GPU="--list" lists them (docs/gpus.md).
 gpu: $(VENV)/.dev
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 # The pictures in the docs.
 picture: $(VENV)/.dev

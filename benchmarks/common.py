@@ -225,12 +225,21 @@ def _processor() -> str:
 
 
 def write_results(
-    name: str, title: str, body: str, figures: Mapping[str, Any], host: dict[str, Any], folder: Path = RESULTS
+    name: str,
+    title: str,
+    body: str,
+    figures: Mapping[str, Any],
+    host: dict[str, Any],
+    folder: Path = RESULTS,
+    clean: Callable[[str], str] = str,
 ) -> None:
-    """Print the page, and write it to results/NAME-DATE.md for people and .json for programs."""
+    """Print the page, and write it to results/NAME-DATE.md for people and .json for programs.
+
+    What was typed goes through ``clean``.
+    """
     print(body)
     now = datetime.now(timezone.utc)
-    command = " ".join(["python", *sys.argv])
+    command = clean(" ".join(["python", *sys.argv]))
     content = {"command": command, "utc": now.isoformat(timespec="seconds"), "machine": host, **figures}
     versions = ", ".join(f"{library} {number}" for library, number in host["versions"].items())
     text = (

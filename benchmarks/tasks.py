@@ -73,12 +73,12 @@ class _Folder(torch.utils.data.Dataset[Any]):
             return (pixels - 0.5) / 0.25, torch.from_numpy(np.array(mask)).long()
 
 
-def segmentation(folder: Path) -> Pair:
+def segmentation(folder: Path, pictures: int = _PICTURES) -> Pair:
     """torchvision's smallest network on JPEGs of one size with indexed masks; random weights."""
     draw = np.random.default_rng(0)
     for name in ("img", "masks"):
         (folder / name).mkdir()
-    for number in range(_PICTURES):
+    for number in range(pictures):
         coarse = draw.integers(0, 256, (_SIDE // 8, _SIDE // 8, 3), np.uint8)
         Image.fromarray(coarse).resize((_SIDE, _SIDE)).save(folder / f"img/{number:03}.jpg")
         labels = draw.integers(0, _CLASSES, (_SIDE // 8, _SIDE // 8), np.uint8).repeat(8, 0).repeat(8, 1)
@@ -104,7 +104,7 @@ def segmentation(folder: Path) -> Pair:
         masks = folder / "masks"
         return Segmentation(model=net, data=folder / "img", masks=masks, mean=(0.5,), std=(0.25,))
 
-    return Pair(task=task, by_hand=by_hand, metric="mean_iou", samples=_PICTURES, batch_size=_BATCH)
+    return Pair(task=task, by_hand=by_hand, metric="mean_iou", samples=pictures, batch_size=_BATCH)
 
 
 CASES: Mapping[str, Callable[[Path], Pair]] = {

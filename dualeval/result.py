@@ -88,7 +88,8 @@ class Result:
             None where nothing was computed twice.
         machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with
             the number of its ``chunks``.
-        timing: seconds; total, setup, evaluate, and of each rank those by ``TimedStage``.
+        timing: seconds; total, setup, evaluate, and of each rank those by ``TimedStage``; ``limited_by`` says
+            what limited a longer run, and what to do.
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "fraction" for values of 0 to 1, "percent" for values of 0 to 100, or another text;
             nothing for plain numbers.

@@ -53,6 +53,13 @@ def share_of_cores(mine: Cores, everyone: Sequence[Cores]) -> int:
     return max(1, int(min([sum(shares), *quotas])))
 
 
+def cores_near(address: str, root: Path = Path("/")) -> list[int]:
+    """List the cores of the NUMA node of a PCI device, as 0000:17:00.0; empty where none is known."""
+    words = _text(root / "sys/bus/pci/devices" / address / "local_cpulist").strip()
+    ends = [part.partition("-") for part in words.split(",") if part]
+    return [core for first, _, last in ends for core in range(int(first), int(last or first) + 1)]
+
+
 def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
     """Read the quotas that hold for this process.
 

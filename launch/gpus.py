@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers.slurm import is_step_of_tasks
+from dualeval.launch.launchers.srun import is_step_of_tasks
 
 # By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's. A
 # step without any ("srun --gres=none") has the job's all the same, and neither of the others.

@@ -19,10 +19,10 @@ from dualeval.engine.samples.samples import as_dataset
 from dualeval.engine.samples.subset import drawn
 from dualeval.errors import UsageError
 from dualeval.options.choices import LOCKSTEP
+from dualeval.options.evaluation import readers_of
 from dualeval.process.status_line import doing
 from dualeval.tasks import Dataset, Task
 
-_MOST_AUTOMATIC_WORKERS = 8
 # Methods that every task has, and the arguments that they are called with.
 _CALLED_WITH = {"build_model": ("device",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
 
@@ -67,7 +67,9 @@ def samples_of(task: Task, run: Run) -> Dataset:
     step = partial(run.control.progress.step, Stage.SETUP)
     dataset = drawn(as_dataset(task.dataset()), run.options, lambda text: run.note_all([text]), step)
     if run.options.workers is None:
-        workers = automatic_workers(task, dataset, run.cores, lambda text: run.note_all([text]))
+        workers = automatic_workers(
+            task, dataset, run.cores, run.device.type, lambda text: run.note_all([text])
+        )
         shown = {"workers": workers} if "workers" in run.job else {}
         run.decide(shown, workers=workers)
     run.workers = checked_workers(run.options)
@@ -75,7 +77,7 @@ def samples_of(task: Task, run: Run) -> Dataset:
 
 
 def automatic_workers(
-    task: Task, dataset: Dataset, cores: int, note: Callable[[str], object] = lambda text: None
+    task: Task, dataset: Dataset, cores: int, device: str, note: Callable[[str], object] = lambda text: None
 ) -> int:
     """The default number of processes that read for a rank: 0 if reading costs nothing."""
     wanted = task.wants_workers
@@ -84,7 +86,7 @@ def automatic_workers(
     if wanted and (why := why_not_forked()) is not None:
         note(f"{why}: samples are read in the process that computes, as with --workers 0")
         return 0
-    return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
+    return readers_of(cores, device) if wanted else 0
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
 from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
+from dualeval.engine.values.limits import limited_by
 from dualeval.engine.values.measured import clustered_fields, measure
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
@@ -119,6 +120,8 @@ class _Ended:
             {
                 "times": times,
                 "first_failed": min(filter(None, [recorder.first_failed, *earlier]), default=None),
+                "workers": self._run.workers,
+                "cores": self._run.cores,
                 "files": len(self._writer.written),
                 "in_memory": isinstance(self._writer, MemoryWriter),
                 "chunks": recorder.chunks_saved,
@@ -249,6 +252,7 @@ class _Ended:
                 "setup_s": self._loop.setup_s,
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
+                "limited_by": limited_by(reports, plan.num_batches, run.device.type),
             },
             samples_per_s=plan.samples_in(remaining) / evaluate_s,
             warnings=[

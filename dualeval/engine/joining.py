@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.values.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
+from dualeval.options.evaluation import readers_of
 from dualeval.process.signals import Signals
 from dualeval.process.speech import (
     conclude_quietly,
@@ -81,6 +82,8 @@ class Joined:
         self.conclusion: Conclusion | None = None
         # Number of cores that are this rank's.
         self.cores = 1
+        # Those of them on which reading processes run; empty for all.
+        self.near_gpu: list[int] = []
         # What was noted already.
         self.noted: set[str] = set()
         self._world: World | None = None
@@ -134,8 +137,12 @@ class Joined:
         before = torch.get_num_threads()
         self.cores = take_cores(self.backend, sets_threads=self.is_owner)
         self._threads = before if self.is_owner else None
-        take_device(
-            self.backend, device, allow_shared_gpu=options.allow_shared_gpu, mix_machines=options.mix_machines
+        self.near_gpu = take_device(
+            self.backend,
+            device,
+            allow_shared_gpu=options.allow_shared_gpu,
+            mix_machines=options.mix_machines,
+            cores=readers_of(self.cores, "cuda"),
         )
         LINE.show(None)  # the command has started
 

@@ -146,7 +146,7 @@ class Session(OpenSession):
                 check_installed(targets)
             if report:
                 check_report(run_options.out, is_main=self.world.is_main)
-            run = self._run(run_options, job, show, guest=puts_back, cores=self.cores)
+            run = self._run(run_options, job, show, guest=puts_back)
             run.started = perf_counter() if started is None else started
             result = evaluate(task, run)
         if last:
@@ -196,7 +196,7 @@ class Session(OpenSession):
         run_options = run_options_of(**options)
         if run_options.path is None:
             raise UsageError(f"share {share}: give out, a folder that all shares see")
-        more = {"share": Share.of_text(share), "command": command, "guest": puts_back, "cores": self.cores}
+        more = {"share": Share.of_text(share), "command": command, "guest": puts_back}
         self._watch.begin()
         with self._concluding():
             run = self._run(run_options, job, show, **more)
@@ -219,7 +219,7 @@ class Session(OpenSession):
         run_options = run_options_of(**options)
         self._watch.begin()
         with self._concluding():
-            run = self._run(run_options, job, None, cores=self.cores)
+            run = self._run(run_options, job, None)
             if run_options.reference is not None:
                 Reference.open(run_options.reference)  # refused before anything is built
             try_out(task, run)
@@ -246,6 +246,8 @@ class Session(OpenSession):
             note=self.note,
             job=dict(job or {}),
             show=show,
+            cores=self.cores,
+            readers_cores=() if self._joined is None else self._joined.near_gpu,
             **more,
         )
 

@@ -28,6 +28,23 @@ DATA = "Data"
 RUN = "Run"
 LAUNCH = "Launch"
 
+# Beside a GPU, a rank has a thread that launches kernels and one that copies.
+_OWN_THREADS = 2
+# Each keeps two batches in shared memory; where a rank computes on the same cores, more are of no use.
+_MOST_READERS, _MOST_READERS_ON_CPU = 32, 8
+
+
+def readers_of(cores: int, device: str) -> int:
+    """How many processes read for a rank with so many cores that computes on a type of device."""
+    if device == "cpu":
+        return min(_MOST_READERS_ON_CPU, cores)
+    return min(_MOST_READERS, max(1, cores - _OWN_THREADS))
+
+
+def cores_for(readers: int) -> int:
+    """How many cores a rank needs for so many processes that read beside a GPU."""
+    return readers + _OWN_THREADS
+
 
 def is_name(value: object) -> bool:
     return value is None or (isinstance(value, str) and value != "")
@@ -104,8 +121,8 @@ class EvaluationOptions:
     on_error: str = option(
         "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
-    # 0 reads in the rank's own process. None: none where the samples lie in memory already, else up to one a
-    # core; a loop of the caller's own has none.
+    # 0 reads in the rank's own process. None: none where the samples lie in memory already, else
+    # ``readers_of`` its cores; a loop of the caller's own has none.
     workers: int | None = option(None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task")
 
     # What stands before an option's name in messages: whoever types flags has typed "--limit".

@@ -79,6 +79,8 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     seconds = f"{timing['evaluate_s']:.2f} s for all batches, {timing['total_s']:.2f} s for the whole run"
     if result.chunks["evaluated_now"]:
         yield "speed", f"{result.samples_per_s:,.0f} samples/s; {seconds}"
+        if limit := timing.get("limited_by"):
+            yield "limited by", limit["text"]
     if result.work:
         yield "work", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
     yield "metrics_digest", f"{result.metrics_digest}{_comparable(result)}"

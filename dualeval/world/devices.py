@@ -17,7 +17,7 @@ import torch
 from dualeval import backends
 from dualeval.backends.base import Backend
 from dualeval.errors import BackendError, DualevalError, UsageError
-from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.launch.cores import Cores, cores_near, own_cores, share_of_cores
 from dualeval.launch.gpus import Gpu, Sight, as_callers_chose, choose_gpus
 from dualeval.world import World, host_identity
 from dualeval.world.waiting import STARTED, waiting
@@ -60,12 +60,18 @@ def connect(
 
 
 def take_device(
-    backend: Backend, wanted: str | None = None, *, allow_shared_gpu: bool = False, mix_machines: bool = False
-) -> None:
+    backend: Backend,
+    wanted: str | None = None,
+    *,
+    allow_shared_gpu: bool = False,
+    mix_machines: bool = False,
+    cores: int = 1,
+) -> list[int]:
     """Choose the device of this rank's model and batches, try it, and set ``backend.device``. A collective.
 
     If the caller has opened the group and already computes on GPUs, its current GPU is taken and stays
-    current; but GPU 0 only if no other rank has it, too.
+    current; but GPU 0 only if no other rank has it, too. Returns the cores near the GPU, if ``cores`` of them
+    or more are this rank's; else none.
     """
     check_name(wanted)
     # Before GPUs are looked at, which initializes CUDA.
@@ -81,15 +87,24 @@ def take_device(
     chosen = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu, mix=mix_machines)
     gpu = chosen[backend.world.rank]
     device = _CPU if gpu is None else torch.device("cuda", gpu.number)
+    near: list[int] = []
     if any(chosen):
-        problems = backend.all_gather_json(None if gpu is None else _problem_with(device))
-        _refuse_broken(everyone, chosen, problems)
+        own = {"problem": None, "near": []} if gpu is None else _tried(device)
+        reports = backend.all_gather_json(own)
+        _refuse_broken(everyone, chosen, [report["problem"] for report in reports])
+        by_rank = [
+            Cores(host=sight.host, numbers=report["near"])
+            for sight, report in zip(everyone, reports, strict=True)
+        ]
+        # GPUs of all ranks may be near the same few cores.
+        near = own["near"] if share_of_cores(by_rank[backend.world.rank], by_rank) >= cores else []
     has_chosen = not backend.owns_group and (computes or ":" in (wanted or ""))
     if gpu is not None and not has_chosen:
         # Allocations on "cuda" and pinned memory use the current device, by default 0 on all ranks.
         torch.cuda.set_device(device)
     ids = [each.whole or each.id for each in chosen if each is not None]
     backend.use_device(device, shared=len(set(ids)) < len(ids))
+    return near
 
 
 def take_cores(backend: Backend, *, sets_threads: bool) -> int:
@@ -217,6 +232,18 @@ def _problem_with(device: torch.device) -> str | None:
     except Exception as error:  # noqa: BLE001 - told to all ranks, each of which raises it
         return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return None
+
+
+def _tried(device: torch.device) -> dict[str, Any]:
+    """What this rank tells the others of its GPU: why it cannot compute, and the rank's cores near it."""
+    properties = torch.cuda.get_device_properties(device.index)
+    place = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    # Older versions of torch do not know the address.
+    near = [] if -1 in place else cores_near("{:04x}:{:02x}:{:02x}.0".format(*place))
+    return {
+        "problem": _problem_with(device),
+        "near": [core for core in near if core in os.sched_getaffinity(0)],
+    }
 
 
 def _sight(report: Mapping[str, Any]) -> Sight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
-from tests.conftest import Launch
+from tests.conftest import ROOT, Launch
 from tests.docs.test_readme import commands, needs_slurm
 from tests.engine.sharding import test_sharded_runs
 from tests.engine.sharding.test_sharded_runs import SHARD, Job, Run, check
@@ -88,6 +89,22 @@ def test_conformance_passes_with_all_launchers_of_an_allocation(
         *(("srun", backend) for backend in ("torch", "horovod")),
         *(("srun-mpi", backend) for backend in ("torch", "horovod", "mpi")),
     }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.needs("horovod")
+def test_make_gpu_measures_the_nodes_of_an_allocation(typed: Typed, cluster: Cluster, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--images", "64", "--rounds", "2", "--step", "ranks-speed,ranks-srun"]
+    words += ["--parts", str(tmp_path / "parts"), "--results", str(tmp_path)]
+    done = typed("salloc", "-N2", sys.executable, ROOT / "benchmarks/gpu.py", *words, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [page] = tmp_path.glob("gpu-on-cpu-*.md")
+    text = page.read_text("utf-8")
+    for backend in ("torch", "horovod"):
+        assert f"| srun | {backend} | 2 | 2 | " in text
+    assert "**Agrees.**" in text
+    assert not re.search(r"\bh[01]\b", text) and cluster.address("h0") not in text
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.launch.cores import Cores, cpu_quotas, share_of_cores
+from dualeval.launch.cores import Cores, cores_near, cpu_quotas, share_of_cores
 from dualeval.launch.gpus import Gpu, Sight, choose_gpus, promised_gpus
 from tests.conftest import BIN, Launch
 from tests.vehicles.launchers import needs, start
@@ -63,6 +63,18 @@ def on(host: str, numbers: range | list[int], **quotas: float) -> Cores:
 )
 def test_ranks_share_the_cores_they_may_use(everyone: list[Cores], shares: list[int]) -> None:
     assert [share_of_cores(own, everyone) for own in everyone] == shares
+
+
+@pytest.mark.parametrize(
+    ("listed", "near"), [("0-2,8-9\n", [0, 1, 2, 8, 9]), ("5\n", [5]), ("\n", []), (None, [])]
+)
+def test_the_cores_near_a_pci_device(listed: str | None, near: list[int], tmp_path: Path) -> None:
+    device = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
+    device.mkdir(parents=True)
+    if listed is not None:
+        (device / "local_cpulist").write_text(listed)
+    assert cores_near("0000:17:00.0", tmp_path) == near
+    assert cores_near("0000:18:00.0", tmp_path) == []
 
 
 THREADS = """

@@ -180,6 +180,10 @@ def test_a_sentence_says_what_limited_the_run(ranks: list[dict[str, float]], set
     found = limited_by(timing)
     assert found.startswith("The largest part of the 4.00 s of evaluation went into ")
     assert found.endswith(says)
+    limit = {"text": "waited 75 % of the time for data: ..."}
+    assert limited_by({**timing, "limited_by": limit}).endswith(
+        ". The run waited 75 % of the time for data: ...."
+    )
     assert limited_by({"total_s": 1.0, "setup_s": 1.0, "evaluate_s": 0.0}) == ""
 
 

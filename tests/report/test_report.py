@@ -132,6 +132,13 @@ def test_the_table_has_values_and_intervals() -> None:
     }
 
 
+def test_the_table_says_what_limited_a_run() -> None:
+    assert "limited by" not in printed(result())
+    limit = {"stage": "data", "share": 0.62, "text": "waited 62 % of the time for data: ..."}
+    timing = {**result().timing, "limited_by": limit}
+    assert "\nlimited by      waited 62 % of the time for data: ...\n" in printed(result(timing=timing))
+
+
 def test_percent_and_counts_have_their_own_digits() -> None:
     metrics = {"f1": 85.125, "mine": 0.5, "total": 12_345}
     shown = result(metrics=metrics, intervals={"f1": (80.0, 90.0)}, units={"f1": "percent"})

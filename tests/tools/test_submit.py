@@ -109,6 +109,26 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
     assert {"--constraint=a100", "--exclusive"} < {*sbatch.argv}
 
 
+@pytest.mark.parametrize(
+    ("options", "cores"),
+    [
+        ("--gpus-per-node 4 -- --workers 14", "--cpus-per-task=16"),
+        ("--gpus-per-node 4 --cpus-per-task 8 -- --workers 14", "--cpus-per-task=8"),
+        ("--gpus-per-node 4 --sbatch-option cpus-per-gpu=8 -- --workers 14", None),
+        ("--gpus-per-node 4 -- --workers 0", None),
+        ("--gpus-per-node 4", None),
+        ("-- --workers 14", None),
+    ],
+)
+def test_cores_are_asked_for_by_the_processes_that_read_beside_a_gpu(
+    sbatch: Sbatch, options: str, cores: str | None
+) -> None:
+    call(*options.split())
+    asked = [word for word in sbatch.argv if word.startswith("--cpus-per-task")]
+    assert asked == ([] if cores is None else [cores])
+    assert cores is None or f"#SBATCH {cores}\n" in sbatch.given("script")
+
+
 def test_shares_are_the_tasks_of_an_array(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
     call("--shares", "100", "--", "--limit", "10", "--out", "runs/a b")
     assert "--array=1-100" in sbatch.argv

@@ -23,7 +23,17 @@ def played_uuid(letter: str) -> uuid.UUID:
 @contextmanager
 def played_gpus(letters: Sequence[str]) -> Iterator[None]:
     """Let torch say that there is a GPU for each letter."""
-    properties = [SimpleNamespace(name=f"Played {letter}", uuid=played_uuid(letter)) for letter in letters]
+    properties = [
+        SimpleNamespace(
+            name=f"Played {letter}",
+            uuid=played_uuid(letter),
+            # An address that no machine has.
+            pci_domain_id=0xFFFF,
+            pci_bus_id=ord(letter),
+            pci_device_id=0,
+        )
+        for letter in letters
+    ]
     played = {
         "is_available": lambda: bool(letters),
         "device_count": lambda: len(letters),

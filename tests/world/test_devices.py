@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,45 @@ def test_two_ranks_on_one_gpu_and_two_slices_of_one_are_known(
             if letter == "B":  # two slices are two GPUs, each a rank's own without a word
                 take_device(backend)
                 assert used.call_args == mock.call(torch.device("cuda", 0), shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("near", "others", "cores", "found"),
+    [
+        # Of two sockets with four cores, ranks 0 and 1 at the first one; or all at the first.
+        ([0, 1, 2, 3], [[0, 1, 2, 3], [4, 5], [4, 5]], 2, [0, 1, 2, 3]),
+        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 3, 2, []),
+        # Of cores that are not this process's, none counts.
+        ([3, 98, 99], [], 1, [3]),
+        ([98, 99], [], 1, []),
+        ([], [], 1, []),
+    ],
+)
+def test_the_cores_near_a_gpu_are_for_its_readers_if_they_are_enough(
+    works: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    near: list[int],
+    others: list[list[int]],
+    cores: int,
+    found: list[int],
+) -> None:
+    asked = mock.Mock(return_value=near)
+    monkeypatch.setattr(devices, "cores_near", asked)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    backend = _Several([])
+    backend.world = replace(ALONE, size=1 + len(others), local_size=1 + len(others))
+
+    def all_gather_json(value: Any) -> list[Any]:
+        if "sight" in value:
+            gpus = [[{"number": 0, "id": str(rank), "name": "H"}] for rank in range(len(others))]
+            sights = [{**value["sight"], "rank": 1 + rank, "gpus": of} for rank, of in enumerate(gpus)]
+            return [value, *({**value, "sight": sight} for sight in sights)]
+        return [value, *({**value, "near": of} for of in others)]
+
+    monkeypatch.setattr(backend, "all_gather_json", all_gather_json)
+    with played_gpus("A"):
+        assert take_device(backend, cores=cores) == found
+    asked.assert_called_once_with("ffff:41:00.0")
 
 
 class _OverNccl(SingleBackend):

@@ -390,7 +390,8 @@ def compute_alone(
 
 def reader_of(evaluation: Evaluation) -> Reader:
     fill = evaluation.run.options.on_error == "skip"
-    return Reader(evaluation.dataset, evaluation.task, fill=fill)
+    cores = evaluation.run.readers_cores
+    return Reader(evaluation.dataset, evaluation.task, fill=fill, cores=cores)
 
 
 def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -49,6 +49,8 @@ class Run:
     guest: bool = False
     # Number of this rank's cores.
     cores: int = 1
+    # Those on which its reading processes run; empty for all.
+    readers_cores: Sequence[int] = ()
     # The part of the job that is evaluated, and the command that asks for it; None for the whole job.
     share: Share | None = None
     command: Mapping[str, Any] | None = None

@@ -78,7 +78,9 @@ Read: TypeAlias = tuple[Any, tuple[FailedSample, ...]]
 class Reader(torch.utils.data.Dataset[Read]):
     """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
 
-    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
+    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True, cores: Sequence[int] = ()) -> None:
+        # The cores on which processes of its own run; empty for all.
+        self.cores = cores
         self._dataset = dataset
         self._task = task
         self._fill = fill
@@ -399,7 +401,7 @@ class Feed:
                 # Not Python's default, forkserver since 3.14, which would have to pickle the data set.
                 multiprocessing_context="fork",
                 prefetch_factor=self._ahead,
-                worker_init_fn=lambda worker: _begin_reading(collects),
+                worker_init_fn=lambda worker: _begin_reading(collects, self._reader.cores),
                 # Not the process's own: a caller's script may draw from that.
                 generator=torch.Generator(),
             )
@@ -456,10 +458,12 @@ def _collector_off() -> Iterator[bool]:
             gc.enable()
 
 
-def _begin_reading(collects: bool) -> None:
+def _begin_reading(collects: bool, cores: Sequence[int]) -> None:
     """Set up a reading process, before it reads."""
     # Also when the parent is killed: a reader that hangs in a read would outlive it.
     end_with_parent(signal.SIGKILL)
+    if cores:
+        os.sched_setaffinity(0, cores)
     # Objects from before the fork are not collected here: a forked process dies when it frees GPU memory.
     gc.freeze()
     if collects:

@@ -315,6 +315,8 @@ def limited_by(timing: Mapping[str, Any]) -> str:
     text += f" ({100 * sums[largest] / whole:.0f} %)"
     if timing["setup_s"] > timing["evaluate_s"]:
         text += f"; preparation took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
+    if limit := timing.get("limited_by"):
+        text += f". The run {limit['text']}"
     return f"{text}."
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import click
 from dualeval.cli.run import is_flag, run
 from dualeval.cli.task_flags import flags_of, jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
+from dualeval.options.evaluation import cores_for
 from dualeval.options.fields import check_fields, option
 from dualeval.tools.submit.look import findings
 
@@ -62,6 +63,7 @@ class SlurmJob:
     nodes: int = option(1, "Number of nodes.", least=1)
     ntasks_per_node: int | None = option(None, "Ranks on each node.", shown="one per GPU, else 1", least=1)
     gpus_per_node: int | None = option(None, "GPUs on each node.", shown="none", least=1)
+    # With GPUs, what `--workers` behind the dashes needs.
     cpus_per_task: int | None = option(None, "Cores for each rank.", shown="the cluster's", least=1)
     mem: str | None = _word(None, "Memory on each node, such as 64G.", "the cluster's")
     time: str | None = _word(None, "Time limit, such as 2:00:00.", "the partition's")
@@ -147,7 +149,10 @@ def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **aske
     dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
     """
     job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
-    flags = _look(job, arguments, check)
+    flags, workers = _look(job, arguments, check)
+    has_cores = job.cpus_per_task or any(_long(word).startswith("--cpus-per-") for word in job.sbatch_option)
+    if workers and job.gpus_per_node and not has_cores:
+        job = replace(job, cpus_per_task=cores_for(workers))
     if job.shares is not None:
         if "%a" in str(flags["out"]):
             raise UsageError(f"--out {flags['out']}: all shares use one folder, and %a differs for each")
@@ -165,8 +170,11 @@ def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **aske
         click.echo(f"at the end: dualeval finish {shlex.quote(str(out))}")
 
 
-def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> dict[str, Any]:
-    """Read and check the options of ``dualeval run`` now: the queue may be an hour long."""
+def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> tuple[dict[str, Any], int | None]:
+    """Read and check the options of ``dualeval run`` now: the queue may be an hour long.
+
+    Returns them, and how many processes read for a rank.
+    """
     if job.array is not None and job.shares is None:
         # The array's first task stands for all.
         arguments = [word.replace("%a", re.findall(r"(?!0\d)\d+|$", job.array)[0]) for word in arguments]
@@ -195,7 +203,7 @@ def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> dict[s
         if wrong:
             wrong.append("If only the job's nodes have it, type --no-check before the --.")
             raise UsageError("\n".join(wrong))
-    return flags
+    return flags, jobs[0][1].workers
 
 
 def _sbatch_command(sbatch: str, job: SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:

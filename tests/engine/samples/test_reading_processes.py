@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.building import automatic_workers
-from dualeval.engine.samples.feed import own_storages, why_not_forked
+from dualeval.engine.samples.feed import Feed, Reader, own_storages, why_not_forked
+from dualeval.engine.samples.samples import as_dataset
+from dualeval.engine.values.limits import limited_by
 from dualeval.engine.values.nests import tensors_in
 from dualeval.errors import UsageError
+from dualeval.options.evaluation import cores_for, readers_of
 from dualeval.result import Result
 from tests.conftest import Launch
 from tests.vehicles.sessions import noted
@@ -93,12 +97,72 @@ def test_spawn_is_refused_with_what_to_type(set_to: Any) -> None:
 
 def test_workers_that_nobody_chose_become_none_with_a_note(set_to: Any) -> None:
     set_to("spawn")
-    assert automatic_workers(Holding(40), TinyTask(40).dataset(), 2) == 0
+    assert automatic_workers(Holding(40), TinyTask(40).dataset(), 2, "cpu") == 0
     result, notes = evaluated(Holding(40))
     assert result.samples["evaluated"] == 40
     assert [note for note in notes if note.startswith("reading processes are forked")]
     _, notes = evaluated(TinyTask(40))
     assert not [note for note in notes if "forked" in note], "this one reads from memory"
+
+
+class Where(torch.utils.data.Dataset[Any]):
+    """Its samples are the cores that the process that reads them may run on."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: range) -> list[list[int]]:
+        return [sorted(os.sched_getaffinity(0)) for _ in indices]
+
+
+def test_reading_processes_run_on_the_cores_near_the_gpu() -> None:
+    mine = os.sched_getaffinity(0)
+    data = as_dataset(Where())
+    for cores in ([min(mine)], []):
+        reader = Reader(data, Uncollated(4), cores=cores)
+        feed = Feed(reader, [range(2), range(2, 4)], workers=2, device=torch.device("cpu"))
+        assert [batch for batch, _ in feed] == [[cores or sorted(mine)] * 2] * 2
+    assert os.sched_getaffinity(0) == mine, "the process that computes stays where it was"
+
+
+class Uncollated(TinyTask):
+    def collate(self, samples: Any) -> Any:
+        return samples
+
+
+@pytest.mark.parametrize(
+    ("cores", "on_cpu", "on_gpu"), [(1, 1, 1), (2, 2, 1), (4, 4, 2), (16, 8, 14), (128, 8, 32)]
+)
+def test_the_default_number_of_reading_processes(cores: int, on_cpu: int, on_gpu: int) -> None:
+    assert (readers_of(cores, "cpu"), readers_of(cores, "cuda")) == (on_cpu, on_gpu)
+    assert cores_for(readers_of(16, "cuda")) == 16
+
+
+def of_rank(data: float, evaluate: float = 100.0, workers: int = 4, cores: int = 16) -> dict[str, Any]:
+    return {"times": {"data": data, "evaluate": evaluate}, "workers": workers, "cores": cores}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batches", "device", "text"),
+    [
+        ([of_rank(62)], 99, "cuda", "62 % of the time for data: more reading processes (--workers 8)"),
+        ([of_rank(62, workers=8)], 99, "cuda", "more reading processes (--workers 14)"),
+        ([of_rank(62, workers=8)], 99, "cpu", "more reading processes (--workers 16)"),
+        ([of_rank(0), of_rank(62)], 99, "cuda", "31 % of the time for data: more reading processes"),
+        ([of_rank(62, workers=14)], 999, "cuda", "more cores a rank than its 16 (under Slurm --cpus-per"),
+        ([of_rank(62, workers=1, cores=1)], 99, "cuda", "more cores a rank than its 1 (under Slurm --cpus"),
+        # Too little to say so: time, share, batches; a rank that reads itself.
+        ([of_rank(8, evaluate=9.9)], 99, "cuda", None),
+        ([of_rank(19)], 99, "cuda", None),
+        ([of_rank(62)], 31, "cuda", None),
+        ([of_rank(62, workers=0)], 99, "cuda", None),
+    ],
+)
+def test_a_run_that_waited_for_data_says_what_to_do(
+    ranks: list[dict[str, Any]], batches: int, device: str, text: str | None
+) -> None:
+    found = limited_by(ranks, batches, device)
+    assert found is None if text is None else text in str(found and found["text"])
 
 
 def test_a_system_where_a_fork_is_not_safe_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,126 @@
+"""The page of ``make gpu``, of the parts of its steps; without names of hosts and people, or paths."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, table, write_results
+
+from dualeval.launch.launchers.srun import expand_hosts
+from dualeval.report.anonymous import Names
+from gpu_steps.trial import FAILED, NOT_HERE, PASSED, Step
+
+# What decides whether parts are of one machine and one source.
+_OF_A_PART = ("card", "source")
+
+
+def body(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> str:
+    """The page behind its first lines."""
+    rows = [row for part in parts for row in part["rows"]]
+    count = Counter(row["outcome"] for row in rows)
+    found = ", ".join(f"{count[outcome]} {outcome}" for outcome in (PASSED, FAILED, NOT_HERE))
+    cells = [
+        [row["step"], row["what"], row["outcome"], row["found"].replace("|", "/").replace("\n", " ")]
+        for row in rows
+    ]
+    sections = [f"## Step {part['step']}\n\n{text}" for part in parts for text in part["sections"]]
+    texts = [
+        _about(parts[0]["card"]),
+        *_differing(parts),
+        f"{found}.",
+        *_not_whole(parts, steps),
+        "Equal digests mean equal bits. Peaks are `max_memory_allocated`. The forward alone computes data "
+        "that is on the device already; the bare loop copies it from pinned memory and counts where argmax "
+        "is the target. Both have dualeval's numeric settings (no TF32, deterministic kernels) and its "
+        "layout. Shares are medians over the rounds, the middle half in brackets, without dualeval's look at "
+        "the first samples, which comes once a run.",
+        table(["step", "what", "outcome", "found"], cells),
+        *sections,
+    ]
+    return "\n\n".join(texts)
+
+
+def _about(card: Mapping[str, Any]) -> str:
+    if not card:
+        return "**On CPUs: this page says that the steps work, and nothing about GPUs.**"
+    return ", ".join(f"{name} {value}" for name, value in card.items()) + "."
+
+
+def _differing(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which steps were measured elsewhere, or with other source, than the first one."""
+    first = parts[0]
+    others = [part for part in parts if any(part[name] != first[name] for name in _OF_A_PART)]
+    if not others:
+        return []
+    told = "; ".join(f"{part['step']}: {_about(part['card'])} Source {part['source']}" for part in others)
+    return [f"**Not all steps are of one machine and source** (here {first['source']}): {told}."]
+
+
+def _not_whole(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> list[str]:
+    """What failed, was cut off or was not run, with the reason."""
+    lines = []
+    for part in parts:
+        failed = [row for row in part["rows"] if row["outcome"] == FAILED]
+        lines += [f"- {part['step']} failed: {row['what']}: {row['found']}" for row in failed]
+        if not part["finished"] and not failed:
+            lines.append(f"- {part['step']} was cut off after {len(part['rows'])} rows.")
+    done = {part["step"] for part in parts}
+    if absent := [step.name for step in steps if step.name not in done]:
+        lines.append(f"- Not run: {', '.join(absent)}.")
+    return ["\n".join(lines)] if lines else []
+
+
+def write_page(
+    parts: Sequence[Mapping[str, Any]], steps: Sequence[Step], folder: Path, results: Path
+) -> None:
+    """Write the page, its figures, and the pictures of the parts beside them."""
+    names, card = names_here(), parts[0]["card"]
+    cleaned = _cleaned(parts, names)
+    title = f"make gpu: {card['name']}" if card else "make gpu, tried on CPUs"
+    name = "gpu" if card else "gpu-on-cpu"
+    pictures = sorted(folder.glob("*.png"))
+    text = names.clean(body(cleaned, steps))
+    for picture in pictures:
+        text = text.replace(f"({picture.name})", f"({name}-{picture.name})")
+    results.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        shutil.copy(picture, results / f"{name}-{picture.name}")
+    figures = {"card": card, "parts": cleaned}
+    write_results(name, title, text, figures, dict(parts[0]["machine"]), results, names.clean)
+
+
+def _cleaned(value: Any, names: Names) -> Any:
+    """A value of JSON with its texts cleaned; keys stay, which a host may be called like."""
+    if isinstance(value, Mapping):
+        return {key: _cleaned(each, names) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(each, names) for each in value]
+    return names.clean(value) if isinstance(value, str) else value
+
+
+def names_here() -> Names:
+    """What is replaced on the page: folders, and the names of the hosts and the person."""
+    hosts = {socket.gethostname(): "node1", socket.getfqdn(): "node1"}
+    with suppress(KeyError, ValueError):
+        for number, host in enumerate(expand_hosts(os.environ["SLURM_JOB_NODELIST"]), 1):
+            hosts[host] = f"node{number}"
+    home = Path.home()
+    user = ""
+    with suppress(KeyError, OSError):  # a container may have no name for its user
+        user = getpass.getuser()
+    return Names(
+        folders={str(ROOT): "DUALEVAL", sys.prefix: "ENV", tempfile.gettempdir(): "TMP"},
+        homes=tuple({str(home), str(home.resolve())}),
+        hosts=hosts,
+        users=(user,),
+    )
