@@ -67,6 +67,7 @@ class TextClassificationKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     text: str | None
     text_pair: str | None
     label: str | None
@@ -84,6 +85,7 @@ class QuestionAnsweringKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     max_length: int
     stride: int
     n_best: int
@@ -99,6 +101,7 @@ class LanguageModelingKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     text: str | None
     quoting: Literal["none", "standard"] | None
     max_length: int | None

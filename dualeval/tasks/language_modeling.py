@@ -51,7 +51,7 @@ class LanguageModeling(TextTask):
         metrics: names of metrics; none for all of the data's kind.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, quoting, keep, max_length,
+            weights, weights_key, weights_prefix, adapter, trust_checkpoint, text, quoting, keep, max_length,
             stride, target_delimiter, max_new_tokens, stop_at_newline, ignore.
 
     Raises:
@@ -85,7 +85,7 @@ class LanguageModeling(TextTask):
         )
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
-        positions = _positions_of(model if is_known else self._model.folder)
+        positions = _positions_of(model if isinstance(model, nn.Module) else self._model.base)
         self._asked_length = settings.max_length
         self._max_length = settings.max_length or min(positions or _LONGEST, _LONGEST)
         if is_known or settings.max_length is None:
