@@ -16,6 +16,10 @@ from torch.nn.functional import cross_entropy
 from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import read_state_dict
+from dualeval.models.generation import NONE as NONE
+from dualeval.models.generation import greedy as greedy
+from dualeval.models.generation import is_of_library as is_of_library
+from dualeval.models.generation import logits_of as logits_of
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.factory import ModuleModel
@@ -309,8 +313,6 @@ def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
         ) from error
 
 
-# Stands for no token.
-NONE = -1
 # Of a generation_config: what changes greedy search in ``generate``, with the value that does not.
 _CHANGES_OF_SEARCH: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
@@ -318,16 +320,6 @@ _CHANGES_OF_SEARCH: dict[str, Any] = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
 }
-
-
-def is_of_library(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, which can keep what it computed of earlier tokens."""
-    return hasattr(model, "generation_config") and hasattr(model, "prepare_inputs_for_generation")
-
-
-def logits_of(outputs: Any) -> Any:
-    """The logits among a model's outputs: their ``logits``, or the outputs themselves."""
-    return getattr(outputs, "logits", outputs)
 
 
 def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
@@ -343,33 +335,6 @@ def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
             for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True)
         ]
     )
-
-
-def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The most likely next token, again and again; of equal logits the one with the lowest index.
-
-    ``prompts`` are int64 (rows, tokens), ``ends`` says of each token whether it is the last of its row. The
-    tokens are int64 (rows, most), ``NONE`` behind the last of each; with them, which rows met a NaN.
-    """
-    options: dict[str, Any] = {"use_cache": True} if is_of_library(model) else {}
-    tokens = prompts.new_full((len(prompts), most), NONE)
-    is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
-    has_nan = ~is_open
-    inputs = prompts
-    for place in range(most):
-        outputs = model(inputs, **options)
-        cache = getattr(outputs, "past_key_values", None) if options.get("use_cache") else None
-        if options:  # a recurrent model has no such cache: all tokens are computed again
-            options = {"use_cache": cache is not None, "past_key_values": cache}
-        last = logits_of(outputs)[:, -1].float()
-        has_nan |= is_open & last.isnan().any(1)
-        token = last.argmax(1)
-        tokens[:, place] = token.where(is_open, NONE)
-        is_open &= ~ends[token]
-        if not is_open.any():
-            break
-        inputs = torch.cat([inputs, token[:, None]], 1) if cache is None else token[:, None]
-    return tokens, has_nan
 
 
 def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int]:

@@ -109,5 +109,12 @@ class LanguageModelingKeywords(TypedDict, total=False):
     target_delimiter: str
     max_new_tokens: int
     stop_at_newline: bool
+    stop: Sequence[str]
+    think_end: str | None
+    extract: str | None
+    temperature: float
+    top_p: float
+    answers_per_prompt: int
+    answers_seed: int
     ignore: Sequence[str]
     keep: Sequence[str]

@@ -18,7 +18,7 @@ from dualeval.models.text_models import TextModel, Use
 from dualeval.tasks.text_classification import TextClassification
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles import questions
-from tests.vehicles.adapters import peft, save_adapter
+from tests.vehicles.adapters import causal, peft, save_adapter
 from tests.vehicles.causal_models import save_causal
 
 CAUSAL = Use(name="language modeling", kind="AutoModelForCausalLM")
@@ -31,9 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter_of(base: Path, folder: Path, kind: str = "Lora", **options: Any) -> Path:
-    return save_adapter(
-        folder, questions.transformers().AutoModelForCausalLM.from_pretrained(base), kind, **options
-    )
+    return save_adapter(folder, causal(base), kind, **options)
 
 
 def merged_by_peft(kind: str, base: Path, folder: Path, **options: Any) -> nn.Module:

@@ -19,6 +19,10 @@ def peft() -> Any:
     return peft
 
 
+def causal(folder: Path) -> Any:
+    return questions.transformers().AutoModelForCausalLM.from_pretrained(folder)
+
+
 def save_adapter(folder: Path, model: Any, kind: str = "Lora", **options: Any) -> Path:
     """Save an adapter of a model, all of whose tensors are drawn."""
     config = getattr(peft(), f"{kind}Config")(**{"task_type": "CAUSAL_LM", **options})
