@@ -30,8 +30,6 @@ class Way:
 
     # The output that goes into the next call; None: all tokens are computed again.
     cache: str | None = None
-    # Whether the model has to be told which tokens of the text it gets.
-    positions: bool = False
     # What begins the answers of an encoder-decoder model; None for others.
     start: int | None = None
 
@@ -61,9 +59,6 @@ class _Texts:
     def logits(self) -> Tensor:
         """Those of the tokens that follow, float32 (rows, vocabulary)."""
         way, new, options = self._way, self.tokens[:, self.kept :], self._options
-        if way.positions:
-            places = torch.arange(self.kept, self.tokens.shape[1], device=new.device)
-            options["position_ids"] = places.expand_as(new)
         if way.start is None:
             outputs = self._model(new, **options)
         else:
@@ -97,24 +92,18 @@ def way_of(model: nn.Module, tokens: Tensor) -> Way:
                 "in its generation_config.json."
             )
     slow = Way(start=start)
+    if not is_of_library(model):
+        return slow
     whole = _after(_Texts(model, tokens[:, :-1], slow), tokens[:, -1])
-    for cache in _CACHES if is_of_library(model) else ():
-        for positions in (False, True):
-            way = Way(cache=cache, positions=positions, start=start)
-            texts = _Texts(model, tokens[:, :-1], way)
-            try:
-                texts.logits()
-                last = _after(texts, tokens[:, -1])
-            except (
-                TypeError,
-                ValueError,
-                RuntimeError,
-                AttributeError,
-                IndexError,
-            ):  # it takes no such argument
-                continue
-            if texts.kept and (last - whole).abs().max() <= 1e-5 + 1e-3 * whole.abs().max():
-                return way
+    for cache in _CACHES:
+        texts = _Texts(model, tokens[:, :-1], way := Way(cache=cache, start=start))
+        try:
+            texts.logits()
+            last = _after(texts, tokens[:, -1])
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):  # it takes no such argument
+            continue
+        if texts.kept and (last - whole).abs().max() <= 1e-5 + 1e-3 * whole.abs().max():
+            return way
     return slow
 
 
@@ -143,6 +132,7 @@ def greedy(
     tokens = prompts.new_full((len(prompts), most), NONE)
     is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
     has_nan = ~is_open
+    said: list[list[int]] = [[] for _ in prompts]
     for place in range(most):
         last = texts.logits()
         has_nan |= is_open & last.isnan().any(1)
@@ -150,8 +140,10 @@ def greedy(
         tokens[:, place] = token.where(is_open, NONE)
         is_open &= ~ends[token]
         if is_over is not None:
-            for row in is_open.nonzero()[:, 0].tolist():
-                is_open[row] = not is_over(tokens[row, : place + 1].tolist())
+            for ids, new in zip(said, token.tolist(), strict=True):
+                ids.append(new)
+            still = [each and not is_over(ids) for each, ids in zip(is_open.tolist(), said, strict=True)]
+            is_open = torch.tensor(still, device=is_open.device)
         if not is_open.any():
             break
         texts.add(token)
@@ -163,7 +155,7 @@ def drawn(logits: Tensor, numbers: Tensor, temperature: float, top_p: float) -> 
 
     Of the likeliest tokens that have ``top_p`` together, each with its share of what these have.
     """
-    shares = (logits.double().nan_to_num() / temperature).softmax(1)
+    shares = (logits.double() / temperature).nan_to_num().softmax(1)
     shares, order = (shares * _ONE).long().sort(dim=1, descending=True, stable=True)
     before = shares.cumsum(1) - shares
     shares = shares.where(before < top_p * shares.sum(1, keepdim=True), 0)

@@ -217,12 +217,12 @@ class Answers(RowKind):
 
     def __post_init__(self) -> None:
         self._stops = (*self.stop, *["\n"] * (self.stop_at_newline and self.think_end is not None))
+        self._flags = flags_of(vars(self))
 
     @property
     def rows(self) -> tuple[str, ...]:
         several = ["any_match"] if self.answers_per_prompt > 1 else []
-        flags = flags_of({"extract": self.extract, "think_end": self.think_end})
-        return ("exact_match", *several, "generated", "cut", "nan_logits", *flags)
+        return ("exact_match", *several, "generated", "cut", "nan_logits", *self._flags)
 
     def continue_as(self, way: Way, stops: Sequence[int], count: int, device: torch.device) -> None:
         """Say how the model is continued, and which of its ``count`` tokens end an answer."""
@@ -307,7 +307,7 @@ class Answers(RowKind):
             counts.append([sum(each) for each in zip(*(marks for _, marks in judged), strict=True)])
         of_rows = torch.tensor(counts)
         marks = of_rows.bool() if count == 1 else of_rows
-        names = ("exact_match", *flags_of({"extract": self.extract, "think_end": self.think_end}))
+        names = ("exact_match", *self._flags)
         columns = {**columns, "generated": Text(texts), **dict(zip(names, marks.unbind(1), strict=True))}
         if count > 1:
             columns |= {"exact_match": of_rows[:, 0] / count, "any_match": of_rows[:, 0] > 0}
