@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import warnings
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dualeval.messages import counted, listed
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.model_errors import first_line
-from dualeval.models.transformers_folder import ADAPTER, CONFIG
+from dualeval.models.transformers_folder import ADAPTER, CONFIG, check_library, config_of
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -32,26 +31,16 @@ class Adapter:
 
     def __init__(self, folder: Path, base: Path | None, *, trust: bool) -> None:
         """Find its files; without ``base``, also the model that its configuration names."""
-        self.folder = folder
-        self._trust = trust
-        if importlib.util.find_spec("peft") is None:
-            raise UsageError(
-                f"the adapter {folder} needs the peft library, which is not installed. Type: pip install "
-                "'dualeval[peft]'"
-            )
+        self.folder, self._trust = folder, trust
+        check_library(f"the adapter {folder}", "peft", "peft")
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-        if weights is None or not (folder / ADAPTER).is_file():
-            fault = "is not complete" if folder.is_dir() else "does not exist"
+        if weights is None:
+            fault = f"holds no {_WEIGHTS[0]}" if folder.is_dir() else "does not exist"
             raise UsageError(
-                f"the adapter {folder} {fault}: expected a folder with {ADAPTER} and {_WEIGHTS[0]}, as "
-                "save_pretrained of a peft model writes it."
+                f"the adapter {folder} {fault}. Expected a folder as a peft model's save_pretrained writes it."
             )
         self._weights = weights
-        self._contents = (folder / ADAPTER).read_bytes()
-        try:
-            values = json.loads(self._contents)
-        except ValueError as error:
-            raise UsageError(f"{folder / ADAPTER} is not readable JSON: {error}") from error
+        values = config_of(folder, ADAPTER)
         self.base = base or _base_of(folder, values)
         # A training that has changed the tokenizer saves it beside the adapter.
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER)
@@ -66,19 +55,17 @@ class Adapter:
         """The shapes of tensors that a model gets anew, as a classifier's, by the model's names."""
         return {name.removeprefix(_PREFIX): each.shape for name, each in self.tensors().items()}
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> list[str]:
         """sha256, in hex, of its files."""
-        weights = self._weights.read_bytes()
-        return {ADAPTER: sha256(self._contents).hexdigest(), "weights": sha256(weights).hexdigest()}
+        files = (self.folder / ADAPTER, self._weights)
+        return [sha256(file.read_bytes()).hexdigest() for file in files]
 
     def merged_into(self, model: nn.Module) -> nn.Module:
         """The model with the adapter in its weights, as peft's ``merge_and_unload`` gives it."""
         import peft
 
-        tensors = {
-            name: each.read() if isinstance(each, LateTensor) else each
-            for name, each in self.tensors().items()
-        }
+        late = self.tensors().items()
+        tensors = {name: each.read() if isinstance(each, LateTensor) else each for name, each in late}
         threads = torch.get_num_threads()
         # The last bits of the product may depend on their number.
         torch.set_num_threads(1)
@@ -121,12 +108,11 @@ class Adapter:
         return merged
 
 
-def _base_of(folder: Path, values: Any) -> Path:
+def _base_of(folder: Path, values: Mapping[str, Any]) -> Path:
     """The model that an adapter's configuration names: a folder, or one in the local cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
-    if isinstance(name, str) and name:
+    if name := values.get("base_model_name_or_path"):
         if (Path(name) / CONFIG).is_file():
             return Path(name)
         try:

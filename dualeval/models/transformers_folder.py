@@ -65,11 +65,12 @@ def refuse_problem_type(config: Any, model: str) -> None:
         )
 
 
-def check_library(what: str) -> None:
-    """Check that transformers, which ``what`` needs, is installed."""
-    if importlib.util.find_spec("transformers") is None:
+def check_library(what: str, library: str = "transformers", extra: str = "hf") -> None:
+    """Check that a library, which ``what`` needs, is installed."""
+    if importlib.util.find_spec(library) is None:
         raise UsageError(
-            f"{what} needs the transformers library, which is not installed. Type: pip install 'dualeval[hf]'"
+            f"{what} needs the {library} library, which is not installed. Type: pip install "
+            f"'dualeval[{extra}]'"
         )
 
 
@@ -227,13 +228,13 @@ def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.d
     return dtype
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     """The values in config.json."""
     try:
-        values = json.loads((folder / CONFIG).read_bytes())
+        values = json.loads((folder / name).read_bytes())
     except (OSError, ValueError) as error:
-        reason = other_file(folder) or f"{CONFIG}: {error}"
-        raise UsageError(f"{folder} holds no {CONFIG} that can be read: {reason}") from error
+        reason = other_file(folder) or f"{name}: {error}"
+        raise UsageError(f"{folder} holds no {name} that can be read: {reason}") from error
     return values if isinstance(values, dict) else {}
 
 

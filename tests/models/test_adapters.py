@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -178,8 +179,8 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
 def test_folders_that_hold_no_whole_adapter_are_refused(base: Path, tmp_path: Path) -> None:
     folder = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
     for model, adapter, said in (
-        (base, tmp_path / "none", "none does not exist: expected a folder with adapter_config.json"),
-        (base, base, "base is not complete: expected"),
+        (base, tmp_path / "none", "none does not exist. Expected a folder as a peft"),
+        (base, base, "base holds no adapter_model.safetensors. Expected"),
         (folder, folder, "holds an adapter of peft"),
         (nn.Identity(), folder, "goes with a folder, and the model Identity is none"),
     ):
@@ -199,3 +200,10 @@ def test_a_sharded_model_is_built_whole_before_its_adapter_is_merged(base: Path,
     model = TextModel(folder, CAUSAL)
     assert_equal(model.build_late(), model.build())
     assert "because an adapter is merged into its weights" in model.notes()[0]
+
+
+def test_without_peft_it_is_said_what_to_type(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    with pytest.raises(UsageError, match=r"needs the peft library, .* Type: pip install 'dualeval\[peft\]'"):
+        TextModel(base, CAUSAL, adapter=base)
