@@ -37,7 +37,7 @@ class Adapter:
         if weights is None:
             fault = f"holds no {_WEIGHTS[0]}" if folder.is_dir() else "does not exist"
             raise UsageError(
-                f"the adapter {folder} {fault}. Expected a folder as a peft model's save_pretrained writes it."
+                f"the adapter {folder} {fault}. Expected a folder as peft's save_pretrained writes it."
             )
         self._weights = weights
         values = config_of(folder, ADAPTER)

@@ -375,7 +375,7 @@ def metrics_of_kind(kind: str, options: Mapping[str, Any] = MappingProxyType({})
     if kind == ANSWERS:
         means = ["exact_match", *["any_match"] * (options.get("answers_per_prompt", 1) > 1)]
         return [
-            *(Mean(name, higher_is_better=True) for name in means),
+            *(Mean(name, unit="fraction", higher_is_better=True) for name in means),
             Count("cut", name="cut_contexts"),
             *(Count(name, name=name) for name in flags_of(options)),
         ]

@@ -26,7 +26,7 @@ from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.options.language_modeling import LanguageModelingOptions
+from dualeval.tasks.options.language_modeling import DRAWING, LanguageModelingOptions
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")
@@ -247,7 +247,10 @@ class LanguageModeling(TextTask):
 
     def description(self) -> dict[str, str]:
         count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
-        text = ", ".join(f"{name.replace('_', ' ')} {_typed(value)}" for name, value in self._options.items())
+        used = {name: value for name, value in self._options.items() if value not in (None, ())}
+        if not used.get("temperature"):
+            used = {name: value for name, value in used.items() if name not in ("temperature", *DRAWING)}
+        text = ", ".join(f"{name.replace('_', ' ')} {_typed(value)}" for name, value in used.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
         return {**self._model.description(), "data": data, "tokens": text}
 
@@ -278,7 +281,8 @@ def _typed(value: Any) -> str:
     """The value of an option, as one types it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(value) if isinstance(value, tuple) else repr(value)
+    # What has a line's end in it would divide the line.
+    return ",".join(repr(each)[1:-1] for each in value) if isinstance(value, tuple) else repr(value)
 
 
 def _of_kind(data: LanguageData, settings: LanguageModelingOptions) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
 def test_folders_that_hold_no_whole_adapter_are_refused(base: Path, tmp_path: Path) -> None:
     folder = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
     for model, adapter, said in (
-        (base, tmp_path / "none", "none does not exist. Expected a folder as a peft"),
+        (base, tmp_path / "none", "none does not exist. Expected a folder as peft"),
         (base, base, "base holds no adapter_model.safetensors. Expected"),
         (folder, folder, "holds an adapter of peft"),
         (nn.Identity(), folder, "goes with a folder, and the model Identity is none"),

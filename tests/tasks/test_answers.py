@@ -150,6 +150,14 @@ def test_several_answers_are_counted_each(gpt2: Path, tmp_path: Path) -> None:
     assert result.metrics["exact_match"] == sum(right) / 160
     assert result.metrics["any_match"] == sum(count > 0 for count in right) / 40 > 0.8
     assert result.metrics["at_token_limit"] == 0
+    drawn_as = "temperature 1.0, top p 1.0, answers per prompt 4, answers seed 0"
+    assert result.description["tokens"].endswith(drawn_as)
+
+
+def test_the_result_says_how_answers_are_read_in_one_line(gpt2: Path) -> None:
+    task = LanguageModeling(model=gpt2, data=prompt_rows(), stop=["e", "\n\n"], ignore=["none"])
+    said = "max length 64, max new tokens 32, stop at newline no, stop e,\\n\\n, ignore none"
+    assert task.description()["tokens"] == said
 
 
 # -- where answers end, and what is in them ------------------------------------------------------------

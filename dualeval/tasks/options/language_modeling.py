@@ -16,7 +16,7 @@ from dualeval.tasks.options.base import DATA, TextOptions, same, start_of_texts
 
 _TOKENS = "Tokens"
 # What only drawn answers have, with what it is without.
-_DRAWING = {"top_p": 1.0, "answers_per_prompt": 1, "answers_seed": 0}
+DRAWING = {"top_p": 1.0, "answers_per_prompt": 1, "answers_seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,9 @@ class LanguageModelingOptions(TextOptions):
     target_delimiter: str = option(" ", "Text between context and choice.", group=_TOKENS, shown="a space")
     max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=_TOKENS, least=1)
     stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=_TOKENS)
-    stop: tuple[str, ...] = option((), "Text that ends an answer (prompts).", group=_TOKENS, is_repeated=True)
+    stop: tuple[str, ...] = option(
+        (), "Text that ends an answer (prompts).", group=_TOKENS, metavar="TEXT", is_repeated=True
+    )
     think_end: str | None = option(
         None, "Tag after which the answer begins, such as </think> (prompts).", group=_TOKENS, metavar="TAG"
     )
@@ -87,9 +89,7 @@ class LanguageModelingOptions(TextOptions):
             "--temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or a positive number"
         )
         check_kind("--top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
-        drawing = [
-            f"--{name.replace('_', '-')}" for name in _DRAWING if getattr(self, name) != _DRAWING[name]
-        ]
+        drawing = [f"--{name.replace('_', '-')}" for name in DRAWING if getattr(self, name) != DRAWING[name]]
         if drawing and not self.temperature:
             raise UsageError(
                 f"{' and '.join(drawing)}: greedy answers are all equal. Give --temperature, such as 0.7."
