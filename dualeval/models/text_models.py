@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,22 @@ from torch.nn.functional import cross_entropy
 from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import read_state_dict
+from dualeval.models.generation import NONE as NONE
+from dualeval.models.generation import greedy as greedy
+from dualeval.models.generation import is_of_library as is_of_library
+from dualeval.models.generation import logits_of as logits_of
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.loading import load_state_dict
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.factory import ModuleModel
 from dualeval.models.transformers_folder import (
+    ADAPTER,
     CONFIG,
     LOCAL,
     add_generation_config,
     check_library,
     config_of,
+    is_adapter,
     load_pretrained,
     reading,
     refuse_adapter,
@@ -41,6 +47,9 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     seed_of,
 )
+
+if TYPE_CHECKING:
+    from dualeval.models.adapters import Adapter
 
 _MOST_TOKENS = 10**9
 
@@ -135,8 +144,10 @@ class TextModel:
         weights_key: str | None = None,
         weights_prefix: str | None = None,
         trust: bool = False,
+        adapter: str | Path | None = None,
     ) -> None:
-        refuse_choice_without_file(weights, weights_key, weights_prefix, trust)
+        has_adapter = adapter is not None or (isinstance(model, str | Path) and is_adapter(Path(model)))
+        refuse_choice_without_file(weights, weights_key, weights_prefix, trust and not has_adapter)
         self.use = use
         # What was taken from a file that ``weights`` names.
         self.loaded: LoadedWeights | None = None
@@ -147,9 +158,18 @@ class TextModel:
         self._config: str | None = None
         # None where the model is in the folder.
         self._module: ModuleModel | None = None
+        self._adapter: Adapter | None = None
+        self.has_adapter = has_adapter
         if isinstance(model, str | Path):
-            self.folder = Path(model)
-            check_folder(self.folder, use)
+            # The folders of the model, and of its tokenizer.
+            self.base = self.folder = Path(model)
+            if has_adapter:
+                from dualeval.models.adapters import Adapter
+
+                beside = None if adapter is None else self.base
+                self._adapter = Adapter(Path(adapter or model), beside, trust=trust)
+                self.base, self.folder = self._adapter.base, self._adapter.tokenizer
+            check_folder(self.base, use)
             if tokenizer is not None:
                 raise UsageError(
                     f"tokenizer={str(tokenizer)!r}: the folder {self.folder} has the model's own. "
@@ -157,13 +177,18 @@ class TextModel:
                 )
             return
         self._module = ModuleModel(model, {}, trust=trust)
+        if adapter is not None:
+            raise UsageError(
+                f"adapter={str(adapter)!r} goes with a folder, and the model {self._module.name} is none. "
+                "Give what PeftModel.from_pretrained(MODEL, DIR).merge_and_unload() returns."
+            )
         self._module.find_weights(weights)
         if tokenizer is None:
             raise UsageError(
                 f"the model {self._module.name} was given without a tokenizer. Give tokenizer=DIR, the "
                 "folder that tokenizer.save_pretrained(DIR) has written."
             )
-        self.folder = Path(tokenizer)
+        self.base = self.folder = Path(tokenizer)
 
     def build(self) -> nn.Module:
         """Make the model on the CPU, in evaluation mode."""
@@ -172,16 +197,21 @@ class TextModel:
             if (to_dict := getattr(getattr(model, "config", None), "to_dict", None)) is not None:
                 self._config = _hash(to_dict())
             return model
-        return self._of_folder()
+        model = self._of_folder()
+        if self._adapter is not None:
+            with torch.random.fork_rng(devices=[]):
+                model = self._adapter.merged_into(model).eval()
+        return model
 
     def _of_folder(self) -> nn.Module:
         """With its weights as float32."""
-        folder, weights, use = self.folder, self._weights, self.use
+        folder, weights, use = self.base, self._weights, self.use
         kind = getattr(transformers_for(use.name), use.kind)
         refusal = f"{folder} holds no model for {use.name}"
         with reading(folder, refusal), torch.random.fork_rng(devices=[]):
             if weights is None:
-                made, self.loaded = load_pretrained(kind, folder, use.name)
+                of_adapter = {} if self._adapter is None else self._adapter.whole()
+                made, self.loaded = load_pretrained(kind, folder, use.name, of_adapter)
                 return made.eval()
             seed = seed_of(weights)
             torch.manual_seed(0 if seed is None else seed)
@@ -209,11 +239,14 @@ class TextModel:
         why_whole = "its weights are drawn at random" if drawn else None
         if self._module is not None:
             why_whole = self._module.why_whole(self._module.find_weights(None))
+        if self._adapter is not None:
+            why_whole = "an adapter is merged into its weights"
         return late_or_whole(self.build, self._late_notes.append, why_whole)
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return [*notes_of(self.loaded), *self._late_notes]
+        of_adapter = [] if self._adapter is None else self._adapter.notes
+        return [*notes_of(self.loaded), *self._late_notes, *of_adapter]
 
     def sources(self) -> list[Any]:
         """The function that made the model, where it has one."""
@@ -222,7 +255,8 @@ class TextModel:
     def options(self) -> dict[str, Any]:
         """The options as they are used."""
         return {
-            "model": self._named(self.folder.absolute()),
+            "model": self._named(self.base.absolute()),
+            "adapter": None if self._adapter is None else str(self._adapter.folder.absolute()),
             "weights": self._weights_name(),
             **options_of(self.loaded),
             "trust_checkpoint": self.trust,
@@ -230,10 +264,11 @@ class TextModel:
 
     def description(self) -> dict[str, str]:
         """Model and weights, in words."""
+        adapter = "" if self._adapter is None else f", with the adapter {self._adapter.folder}"
         untrained = ", untrained" if self._weights and seed_of(self._weights) is not None else ""
         within = "in the folder of the model" if self._module is None else self._weights_name()
         return {
-            "model": self._named(self.folder),
+            "model": self._named(self.base) + adapter,
             "weights": f"{self._weights or within}{place_in_file(self.loaded)}{untrained}",
         }
 
@@ -241,7 +276,8 @@ class TextModel:
         """The values of its configuration: weights say nothing of how many heads they are divided among."""
         if self._module is not None:
             return self._config
-        return _hash(json.loads((self.folder / CONFIG).read_bytes()))
+        of_adapter = {} if self._adapter is None else {ADAPTER: self._adapter.fingerprint()}
+        return _hash({**config_of(self.base), **of_adapter})
 
     def _named(self, folder: Path) -> str:
         return str(folder) if self._module is None else f"{self._module.name}, tokenizer {folder}"
@@ -249,7 +285,7 @@ class TextModel:
     def _weights_name(self) -> str:
         if self._module is not None:
             return self._module.find_weights(None).text
-        weights = self._weights or str(self.folder)
+        weights = self._weights or str(self.base)
         return weights if seed_of(weights) is not None else str(Path(weights).absolute())
 
 
@@ -277,8 +313,6 @@ def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
         ) from error
 
 
-# Stands for no token.
-NONE = -1
 # Of a generation_config: what changes greedy search in ``generate``, with the value that does not.
 _CHANGES_OF_SEARCH: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
@@ -286,16 +320,6 @@ _CHANGES_OF_SEARCH: dict[str, Any] = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
 }
-
-
-def is_of_library(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, which can keep what it computed of earlier tokens."""
-    return hasattr(model, "generation_config") and hasattr(model, "prepare_inputs_for_generation")
-
-
-def logits_of(outputs: Any) -> Any:
-    """The logits among a model's outputs: their ``logits``, or the outputs themselves."""
-    return getattr(outputs, "logits", outputs)
 
 
 def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
@@ -311,33 +335,6 @@ def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
             for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True)
         ]
     )
-
-
-def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The most likely next token, again and again; of equal logits the one with the lowest index.
-
-    ``prompts`` are int64 (rows, tokens), ``ends`` says of each token whether it is the last of its row. The
-    tokens are int64 (rows, most), ``NONE`` behind the last of each; with them, which rows met a NaN.
-    """
-    options: dict[str, Any] = {"use_cache": True} if is_of_library(model) else {}
-    tokens = prompts.new_full((len(prompts), most), NONE)
-    is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
-    has_nan = ~is_open
-    inputs = prompts
-    for place in range(most):
-        outputs = model(inputs, **options)
-        cache = getattr(outputs, "past_key_values", None) if options.get("use_cache") else None
-        if options:  # a recurrent model has no such cache: all tokens are computed again
-            options = {"use_cache": cache is not None, "past_key_values": cache}
-        last = logits_of(outputs)[:, -1].float()
-        has_nan |= is_open & last.isnan().any(1)
-        token = last.argmax(1)
-        tokens[:, place] = token.where(is_open, NONE)
-        is_open &= ~ends[token]
-        if not is_open.any():
-            break
-        inputs = torch.cat([inputs, token[:, None]], 1) if cache is None else token[:, None]
-    return tokens, has_nan
 
 
 def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int]:

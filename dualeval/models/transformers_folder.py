@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _SAVED = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 # The task of a model, by a part of its class's name, and what to type for it.
 _TASKS = {
     "ForSequenceClassification": "text-classification --model {} --data FILE.csv",
@@ -66,11 +67,12 @@ def refuse_problem_type(config: Any, model: str) -> None:
         )
 
 
-def check_library(what: str) -> None:
-    """Check that transformers, which ``what`` needs, is installed."""
-    if importlib.util.find_spec("transformers") is None:
+def check_library(what: str, library: str = "transformers", extra: str = "hf") -> None:
+    """Check that a library, which ``what`` needs, is installed."""
+    if importlib.util.find_spec(library) is None:
         raise UsageError(
-            f"{what} needs the transformers library, which is not installed. Type: pip install 'dualeval[hf]'"
+            f"{what} needs the {library} library, which is not installed. Type: pip install "
+            f"'dualeval[{extra}]'"
         )
 
 
@@ -81,32 +83,46 @@ def task_of(folder: Path) -> str:
     return "" if typed is None else f" For this model type: --task {typed.format(folder)}."
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter of peft, and no model of its own."""
+    return (folder / ADAPTER).exists() and not any((folder / name).exists() for name in _SAVED)
+
+
 def refuse_adapter(folder: Path) -> None:
-    """Check that a folder holds no adapter, which the library reads only where peft is installed."""
-    if (folder / _ADAPTER).exists():
+    """Check that a model's folder holds no adapter, which the library reads only where peft is installed."""
+    if (folder / ADAPTER).exists():
         raise UsageError(
-            f"the folder {folder} holds an adapter of peft ({_ADAPTER}), which is not read. Merge it: "
+            f"the folder {folder} holds an adapter of peft ({ADAPTER}), which is not read. Merge it: "
             f"peft.PeftModel.from_pretrained(MODEL, {str(folder)!r}).merge_and_unload().save_pretrained("
             "'OUT'), where MODEL is the model without it; save the tokenizer into OUT, and give OUT. To "
             "evaluate the folder's own model, move the files adapter_* out of it."
         )
 
 
-def load_pretrained(kind: Any, folder: Path, trained_for: str) -> tuple[nn.Module, LoadedWeights]:
-    """A model in float32 with the weights of its folder, all of which must be there."""
+def load_pretrained(
+    kind: Any, folder: Path, trained_for: str, of_adapter: Mapping[str, torch.Size] = MappingProxyType({})
+) -> tuple[nn.Module, LoadedWeights]:
+    """A model in float32 with the weights of its folder, all of which must be there.
+
+    But for those that an adapter gives it later: there it has as many classes as these are for.
+    """
     refuse_foreign_kernels(config_of(folder), folder)
     saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
     if is_building():
         model, left_out = _load_by_name(kind, folder, saved)
         return model, _loaded(model, folder, saved, left_out)
     # Tensors of another shape are refused below, by their names.
-    model, report = kind.from_pretrained(
-        folder, output_loading_info=True, ignore_mismatched_sizes=True, **LOCAL
-    )
-    missing = sorted(report["missing_keys"])
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True, **LOCAL}
+    model, report = kind.from_pretrained(folder, **how)
+    state = model.state_dict()
+    classes = {shape[0] for name, shape in of_adapter.items() if name in state and state[name].shape != shape}
+    if len(classes) == 1:
+        model, report = kind.from_pretrained(folder, num_labels=classes.pop(), **how)
+    missing = sorted({*report["missing_keys"]} - {*of_adapter})
     mismatched = sorted(
         f"{name} {tuple(shape)}, the model has {tuple(expected)}"
         for name, shape, expected in report.get("mismatched_keys", ())
+        if name not in of_adapter
     )
     if missing or mismatched:
         raise UsageError(
@@ -214,13 +230,13 @@ def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.d
     return dtype
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     """The values in config.json."""
     try:
-        values = json.loads((folder / CONFIG).read_bytes())
+        values = json.loads((folder / name).read_bytes())
     except (OSError, ValueError) as error:
-        reason = other_file(folder) or f"{CONFIG}: {error}"
-        raise UsageError(f"{folder} holds no {CONFIG} that can be read: {reason}") from error
+        reason = other_file(folder) or f"{name}: {error}"
+        raise UsageError(f"{folder} holds no {name} that can be read: {reason}") from error
     return values if isinstance(values, dict) else {}
 
 

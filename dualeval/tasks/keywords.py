@@ -67,6 +67,7 @@ class TextClassificationKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     text: str | None
     text_pair: str | None
     label: str | None
@@ -84,6 +85,7 @@ class QuestionAnsweringKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     max_length: int
     stride: int
     n_best: int
@@ -99,6 +101,7 @@ class LanguageModelingKeywords(TypedDict, total=False):
     weights_key: str | None
     weights_prefix: str | None
     trust_checkpoint: bool
+    adapter: str | Path | None
     text: str | None
     quoting: Literal["none", "standard"] | None
     max_length: int | None
@@ -106,5 +109,12 @@ class LanguageModelingKeywords(TypedDict, total=False):
     target_delimiter: str
     max_new_tokens: int
     stop_at_newline: bool
+    stop: Sequence[str]
+    think_end: str | None
+    extract: str | None
+    temperature: float
+    top_p: float
+    answers_per_prompt: int
+    answers_seed: int
     ignore: Sequence[str]
     keep: Sequence[str]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +24,8 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import plain_text
-from dualeval.models.text_models import NONE, CausalTokens, greedy, losses_of
+from dualeval.models.generation import MOST_DRAWN, NONE, Way, drawn, greedy
+from dualeval.models.text_models import CausalTokens, losses_of
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 _SIZES = ("tokens", "bytes", "words")
@@ -193,32 +198,65 @@ class Choices(RowKind):
 
 @dataclass(kw_only=True, eq=False)
 class Answers(RowKind):
-    """Greedy answers to prompts."""
+    """Answers to prompts: greedy ones, or drawn ones."""
 
-    rows = ("exact_match", "generated", "cut", "nan_logits")
     empty: ClassVar = {"prompt": torch.zeros(0, dtype=torch.int32), "cut": False}
 
     max_new_tokens: int
     stop_at_newline: bool
     ignore: tuple[str, ...]
+    stop: tuple[str, ...]
+    think_end: str | None
+    extract: str | None
+    temperature: float
+    top_p: float
+    answers_per_prompt: int
+    answers_seed: int
+    # Of an encoder-decoder model, which gets the tokens as its tokenizer makes them.
+    is_encoded: bool
 
-    def end_at(self, stops: Sequence[int], count: int, device: torch.device) -> None:
-        """Say which of ``count`` tokens end an answer."""
-        self.stops = stops
-        newlines = self.tokens.with_newline(count) if self.stop_at_newline else []
+    def __post_init__(self) -> None:
+        self._stops = (*self.stop, *["\n"] * (self.stop_at_newline and self.think_end is not None))
+        self._flags = flags_of(vars(self))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        several = ["any_match"] if self.answers_per_prompt > 1 else []
+        return ("exact_match", *several, "generated", "cut", "nan_logits", *self._flags)
+
+    def continue_as(self, way: Way, stops: Sequence[int], count: int, device: torch.device) -> None:
+        """Say how the model is continued, and which of its ``count`` tokens end an answer."""
+        self._way, self.stops = way, stops
+        ends = {stop for stop in stops if stop < count}
+        if self.stop_at_newline and self.think_end is None:
+            ends |= {*self.tokens.with_newline(count)}
+        # A text that is a special token is in no text.
+        of_texts = (self.tokens.fast.token_to_id(text) for text in self.stop)
+        ends |= {each for each in of_texts if each is not None and not self.tokens.text([each])}
+        self._end_tokens = ends
         self._ends = torch.zeros(count, dtype=torch.bool, device=device)
-        self._ends[[*(stop for stop in stops if stop < count), *newlines]] = True
+        self._ends[[*ends]] = True
 
     def warnings(self) -> list[str]:
         asked = ", ".join(self.other_search)
         begin = f"the model's generation_config asks for {asked}, which is not done here: answers are plain "
-        return [f"{begin}greedy ones, and may differ from those of model.generate()"] if asked else []
+        kind = "drawn" if self.temperature else "greedy"
+        return [f"{begin}{kind} ones, and may differ from those of model.generate()"] if asked else []
 
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)
-        tokens = self.tokens.encode(self.of.text(index, self.of.columns[0]))
+        text = self.of.text(index, self.of.columns[0])
+        tokens = self.tokens.fast.encode(text).ids if self.is_encoded else self.tokens.encode(text)
         kept = tokens[-(self.max_length - self.max_new_tokens) :]
-        return {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
+        prompt = {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
+        return {**prompt, "numbers": self._numbers(index)} if self.temperature and kept else prompt
+
+    def _numbers(self, index: int) -> Tensor:
+        """What draws the tokens of a row's answers: it follows from its id, not from where it is computed."""
+        seed = sha256(f"{self.answers_seed} {self.id(index)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+        shape = (self.answers_per_prompt, self.max_new_tokens)
+        return torch.randint(MOST_DRAWN, shape, generator=generator)
 
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
         right = " | ".join(answers_of(self.of, index))
@@ -226,28 +264,91 @@ class Answers(RowKind):
         return {"prompt": prompt, "right": right, "generated": str(row["generated"])}
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        joined = collate_prompts([each["prompt"] for each in samples], self.max_new_tokens)
-        return {**joined, "cut": torch.tensor([each["cut"] for each in samples])}
+        each = [sample for sample in samples for _ in range(self.answers_per_prompt)]
+        joined = collate_prompts([sample["prompt"] for sample in each], self.max_new_tokens)
+        if numbers := [sample["numbers"] for sample in samples if "numbers" in sample]:
+            order = joined["places"][joined["places"] >= 0].argsort()
+            sizes = [len(group) for group in joined["groups"]]
+            joined["numbers"] = list(torch.split(torch.cat(numbers)[order], sizes))
+        return {**joined, "cut": torch.tensor([sample["cut"] for sample in samples])}
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-        return [greedy(model, prompts, self._ends, self.max_new_tokens) for prompts in batch["groups"]]
+        is_over = self._is_over if self._stops else None
+
+        def pick(logits: Tensor, place: int) -> Tensor:
+            return drawn(logits, numbers[:, place], self.temperature, self.top_p)
+
+        outputs = []
+        for group, prompts in enumerate(batch["groups"]):
+            numbers = batch["numbers"][group] if self.temperature else prompts
+            most, picked = self.max_new_tokens, pick if self.temperature else None
+            outputs.append(
+                greedy(model, prompts, self._ends, most, way=self._way, pick=picked, is_over=is_over)
+            )
+        return outputs
 
     def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         # The last row is that of prompts which could not be read.
         none = torch.full((1, self.max_new_tokens), NONE, device=batch["cut"].device)
         tokens = torch.cat([*(ids for ids, _ in outputs), none])[batch["places"]]
         has_nan = torch.cat([*(nan for _, nan in outputs), none[0, :1] == 0])[batch["places"]]
-        return {"generated": tokens, "nan_logits": has_nan, "cut": batch["cut"]}
+        rows = len(batch["cut"])
+        nan_logits = has_nan.view(rows, -1).any(1)
+        return {"generated": tokens.view(rows, -1), "nan_logits": nan_logits, "cut": batch["cut"]}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
-        texts = [self._text(tokens) for tokens in columns["generated"].tolist()]
-        each = zip(samples, texts, columns["nan_logits"].tolist(), strict=True)
-        right = [not nan and self._is_right(index, text) for index, text, nan in each]
-        return {**columns, "generated": Text(texts), "exact_match": torch.tensor(right)}
+        texts, counts, count = [], [], self.answers_per_prompt
+        for index, ids, nan in zip(
+            samples, columns["generated"], columns["nan_logits"].tolist(), strict=True
+        ):
+            judged = [self._judged(index, tokens, nan) for tokens in ids.view(count, -1).tolist()]
+            answers = [text for text, _ in judged]
+            texts.append(answers[0] if count == 1 else json.dumps(answers, ensure_ascii=False))
+            counts.append([sum(each) for each in zip(*(marks for _, marks in judged), strict=True)])
+        of_rows = torch.tensor(counts)
+        marks = of_rows.bool() if count == 1 else of_rows
+        names = ("exact_match", *self._flags)
+        columns = {**columns, "generated": Text(texts), **dict(zip(names, marks.unbind(1), strict=True))}
+        if count > 1:
+            columns |= {"exact_match": of_rows[:, 0] / count, "any_match": of_rows[:, 0] > 0}
+        return columns
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        text = self.tokens.text([token for token in tokens if token not in (NONE, *self.stops)])
-        return text.partition("\n")[0] if self.stop_at_newline else text
+    def _judged(self, index: int, ids: Sequence[int], nan: bool) -> tuple[str, list[bool]]:
+        """The text of an answer, whether it is right, and its flags."""
+        text, is_thought, is_stopped = self._read(ids)
+        is_full = ids[-1] != NONE and ids[-1] not in self._end_tokens and not is_stopped
+        answer, flags = text, [is_full, not text.strip()]
+        if self.extract is not None:
+            found = [*re.finditer(self.extract, text)][-1:] if is_thought else []
+            answer = next((match[match.re.groups and 1] or "" for match in found), "")
+            flags.append(not answer)
+        if self.think_end is not None:
+            flags.append(not is_thought)
+        is_right = is_thought and not nan and (bool(answer) or self.extract is None)
+        return text, [is_right and self._is_right(index, answer), *flags]
+
+    def _read(self, ids: Sequence[int]) -> tuple[str, bool, bool]:
+        """The answer in generated tokens, whether it has come to one, and whether a text has ended it."""
+        ids = [token for token in ids if token not in (NONE, *self.stops)]
+        if self.think_end is not None:
+            tag = self.tokens.fast.token_to_id(self.think_end)
+            # A special token is in no text.
+            thoughts = len(ids) - ids[::-1].index(tag) if tag in ids else 0
+            _, mark, text = self.tokens.text(ids[thoughts:]).rpartition(self.think_end)
+            if not mark and not thoughts:
+                return text, False, False
+            text = text.lstrip()
+        else:
+            text = self.tokens.text(ids)
+            text = text.partition("\n")[0] if self.stop_at_newline else text
+        place = min((text.find(stop) for stop in self._stops if stop in text), default=None)
+        return text[:place], True, place is not None
+
+    def _is_over(self, ids: Sequence[int]) -> bool:
+        """Whether a text has ended an answer; all of it is read only where its last tokens have one."""
+        # A character may take four tokens.
+        tail = self.tokens.text(ids[-4 * max(map(len, self._stops)) - 4 :])
+        return any(stop in tail for stop in self._stops) and self._read(ids)[2]
 
     def _is_right(self, index: int, text: str) -> bool:
         try:
@@ -257,15 +358,27 @@ class Answers(RowKind):
         return plain_text(text, self.ignore) in [plain_text(one, self.ignore) for one in answers]
 
 
-def metrics_of_kind(kind: str) -> list[Metric]:
-    """All metrics of samples of a kind."""
+def flags_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns that say what is wrong with an answer, by the options of the task."""
+    of_options = {"extract": "not_extracted", "think_end": "unfinished_thinking"}
+    more = (name for option, name in of_options.items() if options.get(option) is not None)
+    return ("at_token_limit", "empty_answers", *more)
+
+
+def metrics_of_kind(kind: str, options: Mapping[str, Any] = MappingProxyType({})) -> list[Metric]:
+    """All metrics of samples of a kind, with these options of the task."""
     if kind == CHOICES:
         return [
             *(Mean(name, higher_is_better=True) for name in _ACCURACIES),
             Count("cut", name="cut_contexts"),
         ]
     if kind == ANSWERS:
-        return [Mean("exact_match", higher_is_better=True), Count("cut", name="cut_contexts")]
+        means = ["exact_match", *["any_match"] * (options.get("answers_per_prompt", 1) > 1)]
+        return [
+            *(Mean(name, unit="fraction", higher_is_better=True) for name in means),
+            Count("cut", name="cut_contexts"),
+            *(Count(name, name=name) for name in flags_of(options)),
+        ]
     assert kind == DOCUMENTS
     sizes = {"perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes"}
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +20,27 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.metric import chosen
 from dualeval.models import text_models
-from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
+from dualeval.models.generation import way_of
+from dualeval.models.transformers_folder import LOCAL, config_of, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.options.language_modeling import LanguageModelingOptions
+from dualeval.tasks.options.language_modeling import DRAWING, LanguageModelingOptions
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
 _LONGEST = 2048
+# Tokens on which it is tried what a model keeps of earlier ones.
+_FEW = 8
 _WORDS = {DOCUMENTS: "documents", CHOICES: "rows with choices", ANSWERS: "rows with prompt and answer"}
 # The options that only one kind of data has.
 _KIND_OF = {
     "stride": DOCUMENTS,
     "target_delimiter": CHOICES,
-    **dict.fromkeys(("max_new_tokens", "stop_at_newline", "ignore"), ANSWERS),
+    **dict.fromkeys(("max_new_tokens", "stop_at_newline", "stop", "think_end", "extract", "ignore"), ANSWERS),
+    **dict.fromkeys(("temperature", "top_p", "answers_per_prompt", "answers_seed"), ANSWERS),
 }
 
 
@@ -51,8 +56,9 @@ class LanguageModeling(TextTask):
         metrics: names of metrics; none for all of the data's kind.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, quoting, keep, max_length,
-            stride, target_delimiter, max_new_tokens, stop_at_newline, ignore.
+            weights, weights_key, weights_prefix, adapter, trust_checkpoint, text, quoting, keep, max_length,
+            stride, target_delimiter, max_new_tokens, stop_at_newline, stop, think_end, extract, temperature,
+            top_p, answers_per_prompt, answers_seed, ignore.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
@@ -79,18 +85,20 @@ class LanguageModeling(TextTask):
         super().__init__(model, tokenizer, USE, settings)
         self._data = _read(data, settings, cache or DataCache())
         self._text, self._quoting = settings.text, settings.quoting
-        self._metrics = chosen(metrics, metrics_of_kind(self._data.kind))
+        of_kind = _of_kind(self._data, settings)
+        self._metrics = chosen(metrics, metrics_of_kind(self._data.kind, of_kind))
+        self._is_encoded = self._check_encoder(model)
         self._tokens = text_models.CausalTokens(
             text_models.read_tokenizer(self._model.folder, USE), self._model.folder
         )
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
-        positions = _positions_of(model if is_known else self._model.folder)
+        positions = _positions_of(model if isinstance(model, nn.Module) else self._model.base)
         self._asked_length = settings.max_length
         self._max_length = settings.max_length or min(positions or _LONGEST, _LONGEST)
         if is_known or settings.max_length is None:
             self._check_positions(positions)
-        self._options = {"max_length": self._max_length, **_of_kind(self._data, settings)}
+        self._options = {"max_length": self._max_length, **of_kind}
         self._kind = self._make_kind()
 
     def _make_kind(self) -> Documents | Choices | Answers:
@@ -112,7 +120,21 @@ class LanguageModeling(TextTask):
                 f"--max-new-tokens {options['max_new_tokens']} leaves no room for a prompt: the model sees "
                 f"{length} tokens at once (--max-length). Give a smaller one."
             )
-        return Answers(of=rows, tokens=tokens, **options)
+        return Answers(of=rows, tokens=tokens, is_encoded=self._is_encoded, **options)
+
+    def _check_encoder(self, model: Any) -> bool:
+        """Whether the model has an encoder, and so can answer prompts, but predicts no other texts."""
+        of_module = getattr(model, "config", None)
+        of_folder = config_of(self._model.base) if isinstance(model, str | Path) else {}
+        if not getattr(of_module, "is_encoder_decoder", of_folder.get("is_encoder_decoder", False)):
+            return False
+        if self._data.kind != ANSWERS:
+            raise UsageError(
+                f"the model in {self._model.base} has an encoder: expected rows with prompt and answer, and "
+                f"{self._data.of} has {_WORDS[self._data.kind]}. For these give a causal language model."
+            )
+        self._model.use = replace(USE, kind="AutoModelForSeq2SeqLM")
+        return True
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -136,10 +158,14 @@ class LanguageModeling(TextTask):
         self._check_positions(_positions_of(model))
         self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
-        self._check_causal(self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]])))
+        logits = self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]]))
+        if not self._is_encoded:
+            self._check_causal(logits)
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
-            self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
+            few = torch.arange(2 * min(_FEW, self._max_length)).view(2, -1) % self._known
+            ends = text_models.end_tokens(model, self._tokens.ends)
+            self._kind.continue_as(way_of(model, few), ends, width, device)
             self._kind.other_search = text_models.changes_of_search(model)
 
     def _check_causal(self, logits: Tensor) -> None:
@@ -155,7 +181,9 @@ class LanguageModeling(TextTask):
     def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The logits of some tokens, checked for their shape."""
         folder, count, shape = self._model.folder, self._known, tuple(tokens.shape)
-        arguments = {"use_cache": False} if text_models.is_of_library(model) else {}
+        arguments: dict[str, Any] = {"use_cache": False} if text_models.is_of_library(model) else {}
+        if self._is_encoded:
+            arguments["decoder_input_ids"] = tokens
         try:
             logits = text_models.logits_of(
                 text_models.try_out(folder, lambda: model(tokens, **arguments), shape[1])
@@ -219,7 +247,10 @@ class LanguageModeling(TextTask):
 
     def description(self) -> dict[str, str]:
         count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
-        text = ", ".join(f"{name.replace('_', ' ')} {_typed(value)}" for name, value in self._options.items())
+        used = {name: value for name, value in self._options.items() if value not in (None, ())}
+        if not used.get("temperature"):
+            used = {name: value for name, value in used.items() if name not in ("temperature", *DRAWING)}
+        text = ", ".join(f"{name.replace('_', ' ')} {_typed(value)}" for name, value in used.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
         return {**self._model.description(), "data": data, "tokens": text}
 
@@ -243,14 +274,15 @@ class LanguageModeling(TextTask):
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    return chosen(names, metrics_of_kind(options["kind"]))
+    return chosen(names, metrics_of_kind(options["kind"], options))
 
 
 def _typed(value: Any) -> str:
     """The value of an option, as one types it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(value) if isinstance(value, tuple) else repr(value)
+    # What has a line's end in it would divide the line.
+    return ",".join(repr(each)[1:-1] for each in value) if isinstance(value, tuple) else repr(value)
 
 
 def _of_kind(data: LanguageData, settings: LanguageModelingOptions) -> dict[str, Any]:

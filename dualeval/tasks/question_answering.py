@@ -47,7 +47,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         metrics: names of metrics; none for the default ones.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/question-answering.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, max_length, stride, n_best,
+            weights, weights_key, weights_prefix, adapter, trust_checkpoint, max_length, stride, n_best,
             max_answer_length, null_threshold, and batch_size, the most windows of a question.
 
     Raises:
@@ -69,7 +69,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         **options: Unpack[QuestionAnsweringKeywords],
     ) -> None:
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
-            QuestionAnsweringOptions(metric=(), **options)
+            QuestionAnsweringOptions(metric=(), **options)  # type: ignore[arg-type]
         settings = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
         max_length, stride, null_threshold = settings.max_length, settings.stride, settings.null_threshold
         TextTask.__init__(self, model, tokenizer, USE, settings)

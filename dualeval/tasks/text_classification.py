@@ -73,7 +73,7 @@ class TextClassification(TextTask):
         metrics: names of metrics; none for the default ones.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/text-classification.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, text_pair, label, quoting,
+            weights, weights_key, weights_prefix, adapter, trust_checkpoint, text, text_pair, label, quoting,
             class_map, class_order, max_length, keep.
 
     Raises:

@@ -23,8 +23,6 @@ Model = str | Path | nn.Module | Callable[[], nn.Module]
 class TextTask(Task):
     """A model of texts, which a task keeps as ``_model`` and tries before the loop."""
 
-    libraries = ("transformers", "tokenizers")
-
     def __init__(self, model: Model, tokenizer: str | Path | None, use: Use, options: TextOptions) -> None:
         self._model = TextModel(
             model,
@@ -34,7 +32,12 @@ class TextTask(Task):
             weights_key=options.weights_key,
             weights_prefix=options.weights_prefix,
             trust=options.trust_checkpoint,
+            adapter=options.adapter,
         )
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ("transformers", "tokenizers", *(["peft"] if self._model.has_adapter else []))
 
     @abstractmethod
     def _try(self, model: nn.Module, device: torch.device) -> None:

@@ -50,6 +50,12 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lines(PROMPT), {"max_new_tokens": 64}, "--max-new-tokens 64 leaves no room for a prompt"),
     (lines(PROMPT), {"ignore": ["cases"]}, "--ignore 'cases': expected one of case, punctuation"),
     (lines(PROMPT), {"max_new_tokens": 0}, "--max-new-tokens 0"),
+    (lines(CHOICES), {"temperature": 0.5}, "--temperature is for rows with prompt and answer, and"),
+    (lines(PROMPT), {"temperature": -1.0}, "--temperature -1.0"),
+    (lines(PROMPT), {"temperature": 1.0, "top_p": 0.0}, "--top-p 0.0"),
+    (lines(PROMPT), {"answers_per_prompt": 2, "top_p": 0.9}, "--top-p and --answers-per-prompt: greedy"),
+    (lines(PROMPT), {"stop": ("",)}, "--stop"),
+    (lines(PROMPT), {"extract": "("}, "--extract '(' is no regular expression: missing )"),
     (lines(CHOICES), {"metrics": ["perplexity"]}, "there is no metric 'perplexity' here"),
 ]
 

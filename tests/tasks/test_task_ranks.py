@@ -16,7 +16,7 @@ import torch
 
 from dualeval.tasks.options import TASKS
 from tests.conftest import BIN, ROOT, Launch
-from tests.vehicles import causal_models, masked_pictures, questions, texts
+from tests.vehicles import adapters, causal_models, masked_pictures, questions, texts
 from tests.vehicles.launchers import needs, start
 from tests.vehicles.workers.example_tasks_worker import KILL
 
@@ -53,7 +53,12 @@ JOBS = {
     ),
     "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
     "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),
-    "prompts": Job(task="language-modeling", words=f"{_LANGUAGE} prompts.jsonl"),
+    # Of an adapter, and drawn: what makes answers differ most.
+    "prompts": Job(
+        task="language-modeling",
+        words="--model lora --batch-size 3 --data prompts.jsonl --temperature 0.9 --top-p 0.8 --stop e "
+        "--answers-per-prompt 3 --max-new-tokens 8",
+    ),
 }
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
@@ -77,6 +82,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer = torch.nn.Conv2d(3, masked_pictures.CLASSES, 3)
     torch.save({f"layer.{name}": value for name, value in layer.state_dict().items()}, folder / "net.pt")
     causal_models.save_causal(folder / "gpt2")
+    adapters.save_adapter(folder / "lora", adapters.causal(folder / "gpt2"), target_modules=["c_attn"])
     causal_models.write_texts(folder / "texts")
     causal_models.write_lines(folder / "choices.jsonl", causal_models.choice_rows())
     causal_models.write_lines(folder / "prompts.jsonl", causal_models.prompt_rows())
@@ -136,7 +142,7 @@ def test_launchers_and_ranks_change_no_bit(
     assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
 
 
-@pytest.mark.parametrize("name", ["questions", "documents"])
+@pytest.mark.parametrize("name", ["questions", "documents", "prompts"])
 def test_a_killed_run_goes_on_with_more_ranks(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
 ) -> None:

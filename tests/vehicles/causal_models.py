@@ -26,7 +26,7 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
 
     Args:
         folder: where.
-        kind: "GPT2", "Llama", "Mamba" or "RecurrentGemma".
+        kind: "GPT2", "Llama", or another of the names below; T5 and Bart have an encoder.
         begins: whether the tokenizer puts the token of the beginning before each text.
         changes: of the configuration.
     """
@@ -39,7 +39,7 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
     tokenizer.post_processor = template if begins else None
     options = {**options, "bos_token": "<s>", "eos_token": "</s>"}
     library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
-    small = {
+    kinds: dict[str, dict[str, Any]] = {
         "GPT2": {"n_positions": POSITIONS, "n_embd": 16, "n_layer": 2, "n_head": 2},
         "Llama": {
             "max_position_embeddings": POSITIONS,
@@ -55,12 +55,35 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
             "num_attention_heads": 2,
             "lru_width": 16,
         },
-    }[kind]
+        "Rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "context_length": POSITIONS},
+        "Bamba": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "attn_layer_indices": [1],
+            "mamba_d_state": 4,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+        },
+        "T5": {"d_model": 16, "d_kv": 8, "num_layers": 2, "num_heads": 2, "d_ff": 32},
+        "Bart": {
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "max_position_embeddings": POSITIONS,
+            **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+            **{f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")},
+        },
+    }
+    small = kinds[kind]
     tokens = {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 2}
     config = getattr(library, f"{kind}Config")(**{**small, **tokens, "initializer_range": 0.5, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        library.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        form = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+        getattr(library, f"AutoModelFor{form}").from_config(config).save_pretrained(folder)
     return folder
 
 

@@ -121,6 +121,9 @@ class TextOptions(ModelOptions):
         is_path=is_path_of_weights,
         shown="in the model's folder",
     )
+    adapter: Path | None = option(
+        None, "Folder with an adapter of peft, merged into the model.", group=MODEL, metavar="DIR"
+    )
     trust_checkpoint: bool = option(
         False, "Read checkpoints that run code, such as pickled models.", group=MODEL
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dualeval.options.choices import IGNORED, check_choice
+from dualeval.errors import UsageError
+from dualeval.options.choices import IGNORED, check_choice, check_kind
 from dualeval.options.fields import option
 from dualeval.tasks.options.base import DATA, TextOptions, same, start_of_texts
 
 _TOKENS = "Tokens"
+# What only drawn answers have, with what it is without.
+DRAWING = {"top_p": 1.0, "answers_per_prompt": 1, "answers_seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,12 @@ class LanguageModelingOptions(TextOptions):
             "acc": "fraction of rows whose likeliest choice is the answer (choices)",
             "acc_norm": "the same, with log-likelihoods divided by the characters of the choice",
             "acc_bytes": "the same, divided by its bytes",
-            "exact_match": "fraction of rows whose greedy answer is right (prompts)",
+            "exact_match": "fraction of answers that are right (prompts)",
+            "any_match": "fraction of rows with a right one among several answers (prompts)",
+            "at_token_limit": "answers that were cut at --max-new-tokens (prompts)",
+            "empty_answers": "answers without text (prompts)",
+            "not_extracted": "answers without a match of --extract (prompts)",
+            "unfinished_thinking": "answers without --think-end (prompts)",
             "cut_contexts": "rows whose context was too long and lost its beginning (choices, prompts)",
         }
 
@@ -55,6 +65,19 @@ class LanguageModelingOptions(TextOptions):
     target_delimiter: str = option(" ", "Text between context and choice.", group=_TOKENS, shown="a space")
     max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=_TOKENS, least=1)
     stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=_TOKENS)
+    stop: tuple[str, ...] = option(
+        (), "Text that ends an answer (prompts).", group=_TOKENS, metavar="TEXT", is_repeated=True
+    )
+    think_end: str | None = option(
+        None, "Tag after which the answer begins, such as </think> (prompts).", group=_TOKENS, metavar="TAG"
+    )
+    extract: str | None = option(
+        None, "Regular expression whose last match is the answer (prompts).", group=_TOKENS, metavar="REGEX"
+    )
+    temperature: float = option(0.0, "Draw answers; 0: greedy ones (prompts).", group=_TOKENS)
+    top_p: float = option(1.0, "Draw from the likeliest tokens with this sum (prompts).", group=_TOKENS)
+    answers_per_prompt: int = option(1, "Answers drawn to each prompt.", group=_TOKENS, least=1, metavar="K")
+    answers_seed: int = option(0, "Another number draws other answers.", group=_TOKENS, least=0)
     ignore: tuple[str, ...] = option(IGNORED, "What to ignore in answers, or none (prompts).", group=_TOKENS)
     keep: tuple[str, ...] = ()
 
@@ -62,3 +85,18 @@ class LanguageModelingOptions(TextOptions):
         super().__post_init__()
         for each in self.ignore if self.ignore != ("none",) else ():
             check_choice("--ignore", each, (*IGNORED, "none"))
+        check_kind(
+            "--temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or a positive number"
+        )
+        check_kind("--top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
+        drawing = [f"--{name.replace('_', '-')}" for name in DRAWING if getattr(self, name) != DRAWING[name]]
+        if drawing and not self.temperature:
+            raise UsageError(
+                f"{' and '.join(drawing)}: greedy answers are all equal. Give --temperature, such as 0.7."
+            )
+        for name, texts in (("--stop", self.stop), ("--think-end", (self.think_end,))):
+            check_kind(name, "", "" not in texts, "a text")
+        try:
+            re.compile(self.extract or "")
+        except re.error as error:
+            raise UsageError(f"--extract {self.extract!r} is no regular expression: {error}") from error
