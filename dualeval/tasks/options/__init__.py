@@ -14,6 +14,7 @@ _NAMES = (
     "text-classification",
     "question-answering",
     "language-modeling",
+    "lm-eval",
 )
 
 
