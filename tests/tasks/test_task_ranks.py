@@ -16,7 +16,7 @@ import torch
 
 from dualeval.tasks.options import TASKS
 from tests.conftest import BIN, ROOT, Launch
-from tests.vehicles import causal_models, masked_pictures, questions, texts
+from tests.vehicles import causal_models, harness_tasks, masked_pictures, questions, texts
 from tests.vehicles.launchers import needs, start
 from tests.vehicles.workers.example_tasks_worker import KILL
 
@@ -54,6 +54,11 @@ JOBS = {
     "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
     "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),
     "prompts": Job(task="language-modeling", words=f"{_LANGUAGE} prompts.jsonl"),
+    "harness": Job(
+        task="lm-eval",
+        words="--model chat --tasks both,words,pages,numbers --include-path tasks --batch-size 9 "
+        "--bootstrap-iters 100 --apply-chat-template",
+    ),
 }
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
@@ -80,6 +85,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     causal_models.write_texts(folder / "texts")
     causal_models.write_lines(folder / "choices.jsonl", causal_models.choice_rows())
     causal_models.write_lines(folder / "prompts.jsonl", causal_models.prompt_rows())
+    harness_tasks.save_model(folder / "chat")
+    harness_tasks.write_tasks(folder / "tasks")
     return folder
 
 
@@ -136,7 +143,7 @@ def test_launchers_and_ranks_change_no_bit(
     assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
 
 
-@pytest.mark.parametrize("name", ["questions", "documents"])
+@pytest.mark.parametrize("name", ["questions", "documents", pytest.param("harness", marks=pytest.mark.long)])
 def test_a_killed_run_goes_on_with_more_ranks(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
 ) -> None:
@@ -171,6 +178,7 @@ PAGES = {
         "models/gpt2-b": "gpt2",
         **{name: name for name in ("texts", "choices.jsonl", "prompts.jsonl")},
     },
+    "lm-eval": {"models/gpt2": "chat", "tasks": "tasks", "answers.jsonl": "answers.jsonl"},
 }
 
 

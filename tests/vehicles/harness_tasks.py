@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import shutil
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.vehicles import questions
 from tests.vehicles.causal_models import save_causal, write_lines
@@ -184,7 +186,13 @@ def harness_figures(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     own = None if folder is None else str(folder)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
         manager = TaskManager(include_path=own, include_defaults=folder is None)
         found: dict[str, Any] = lm_eval.simple_evaluate(
             model="hf",
@@ -207,7 +215,3 @@ def as_ours(found: dict[str, Any]) -> dict[str, float]:
             if comma and not isinstance(value, str):
                 ours[f"{name}/{metric}" + ("" if kind == "none" else f",{kind}")] = float(value)
     return ours
-
-
-def copy_without_code(folder: Path, to: Path) -> Path:
-    return shutil.copytree(folder, to, ignore=shutil.ignore_patterns("own*"))

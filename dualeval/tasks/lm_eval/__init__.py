@@ -53,6 +53,8 @@ class LmEval(HarnessTask, CausalTask):
 
     libraries = ("lm_eval", "transformers", "tokenizers")
     _counts = (Count("cut", name="cut_contexts"),)
+    # The tokens that end a text, by the model; known when it is built.
+    _stops: Sequence[int] = ()
 
     @with_keywords(LmEvalKeywords, LmEvalOptions)
     def __init__(

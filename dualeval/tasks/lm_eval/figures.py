@@ -7,7 +7,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dualeval.atomic_files import write_text
 from dualeval.errors import DualevalError
 from dualeval.metrics import Mean, Measured, Ratio, Score
 from dualeval.metrics.means import BitsPerByte
-from dualeval.metrics.metric import direction
+from dualeval.metrics.metric import FRACTION, direction
 from dualeval.tasks.lm_eval.library import SEEDS, Document, Loaded, alone
 
 ROLLING, GENERATE = "loglikelihood_rolling", "generate_until"
@@ -36,6 +35,8 @@ _OURS: Mapping[str, Callable[[str], Mean | Ratio]] = {
     "bits_per_byte": lambda column: BitsPerByte(column, over(column)),
 }
 _DATE = "dualeval"
+# Metrics between 0 and 1.
+_FRACTIONS = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match")
 
 
 def over(column: str) -> str:
@@ -48,21 +49,8 @@ def named(metric: str, filter_name: str) -> str:
     return metric if filter_name == "none" else f"{metric},{filter_name}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Column:
-    """A value of each document, of one task."""
-
-    aggregation: str
-    higher_is_better: bool | None
-
-    @property
-    def is_divided(self) -> bool:
-        return self.aggregation in ("weighted_perplexity", "bits_per_byte")
-
-    def numbers(self, value: Any) -> tuple[float, float]:
-        """A document's value, and its divisor; log-likelihoods with the other sign."""
-        first, second = value if self.is_divided else (value, 1.0)
-        return float(first) * (1 if self.aggregation == "mean" else -1), float(second)
+def _is_divided(aggregation: str) -> bool:
+    return aggregation in ("weighted_perplexity", "bits_per_byte")
 
 
 class Figures:
@@ -80,8 +68,8 @@ class Figures:
             dict.fromkeys(
                 each
                 for columns in self._by_task.values()
-                for name, column in columns.items()
-                for each in (name, *[over(name)] * column.is_divided)
+                for name, aggregation in columns.items()
+                for each in (name, *[over(name)] * _is_divided(aggregation))
             )
         )
         self.columns = (TASK, DOCUMENT, *ANSWERS, *self.value_columns)
@@ -110,8 +98,11 @@ class Figures:
             of_document, columns = found.get(index, {}), self._by_task[self._loaded.documents[index].task]
             numbers = dict.fromkeys(self.value_columns, float("nan"))
             for name in columns.keys() & of_document.keys():
-                first, second = columns[name].numbers(of_document[name])
-                numbers |= {name: first, **({over(name): second} if columns[name].is_divided else {})}
+                value = of_document[name]
+                if _is_divided(columns[name]):
+                    value, numbers[over(name)] = value
+                # Log-likelihoods have the other sign, as losses.
+                numbers[name] = float(value) * (1 if columns[name] == "mean" else -1)
             for name, number in numbers.items():
                 made[name].append(number)
         return made
@@ -138,27 +129,31 @@ class Figures:
         measured = Measured(values=values, warnings=tuple(warnings))
         tasks = np.asarray([*columns[TASK]])
         for key in values:
-            self._describe(measured, key, columns, tasks)
+            name, _, column = key.rpartition("/")
+            better = results["higher_is_better"].get(name, {}).get(column.partition(",")[0])
+            if better is not None:
+                measured.directions[key] = direction(better)
+            self._estimate(measured, key, columns, tasks)
         return measured
 
-    def _describe(
+    def _estimate(
         self, measured: Measured, key: str, columns: Mapping[str, Any], tasks: np.ndarray[Any, Any]
     ) -> None:
-        """Say of a figure which way is better and, if it follows from the rows, how, with an interval."""
+        """If a figure follows from each document's value, say how, with an interval."""
         name, _, column = key.rpartition("/")
         members = self._members(name, column)
-        kinds = {self._by_task[each].get(column) for each in members}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None:
+        aggregation = {self._by_task[each].get(column) for each in members} - {None}
+        if len(aggregation) != 1:
             return
-        if kind.higher_is_better is not None:
-            measured.directions[key] = direction(kind.higher_is_better)
-        if kind.aggregation not in _OURS:
-            return
-        metric = _OURS[kind.aggregation](column)
+        of_mean = aggregation == {"mean"}
+        metric = _OURS[str(aggregation.pop())](column)
         rows = np.isin(tasks, members)
         numbers = {each: torch.from_numpy(np.asarray(columns[each])[rows]) for each in metric.columns}
-        if kind.aggregation == "mean" and bool(((of := numbers[column]) == 0).logical_or(of == 1).all()):
+        if bool(numbers[column].isnan().any()):  # some documents have no such value
+            return
+        if column.partition(",")[0] in _FRACTIONS:
+            measured.units[key] = FRACTION
+        if of_mean and bool(((of := numbers[column]) == 0).logical_or(of == 1).all()):
             numbers = {column: of == 1}
         ledger = torch.zeros(metric.size, dtype=torch.int64)
         metric.update(ledger, numbers)
@@ -177,10 +172,7 @@ class Figures:
         group = self._loaded.tree["groups"][name]
         weighs = {each.metric: each.weight_by_size for each in group.aggregate_metric_list or ()}
         members = tuple(task.task_name for task in group.get_all_tasks())
-        of_means = all(
-            (each := self._by_task[member].get(column)) is not None and each.aggregation == "mean"
-            for member in members
-        )
+        of_means = all(self._by_task[member].get(column) == "mean" for member in members)
         return members if of_means and weighs.get(column.partition(",")[0]) else ()
 
     # -- the harness itself ------------------------------------------------------------------------------
@@ -276,19 +268,14 @@ class Figures:
         write_text(path, text)
 
 
-def _columns_of(task: Any) -> dict[str, _Column]:
-    """The values of a document that a figure of ours can follow from, by name of the column."""
+def _columns_of(task: Any) -> dict[str, str]:
+    """The values of a document that a figure of ours can follow from: column to aggregation."""
     from lm_eval.api.registry import get_aggregation
 
     names = {get_aggregation(name): name for name in _OURS}
     filters = [each["name"] for each in getattr(task.config, "filter_list", None) or ()] or ["none"]
-    higher = task.higher_is_better()
-    return {
-        named(metric, each): _Column(aggregation=names[function], higher_is_better=higher.get(metric))
-        for metric, function in task.aggregation().items()
-        if function in names
-        for each in filters
-    }
+    known = {metric: names.get(function) for metric, function in task.aggregation().items()}
+    return {named(metric, each): name for metric, name in known.items() if name for each in filters}
 
 
 def answers_of(document: Document, lls: Sequence[float], greedy: Sequence[bool], generated: str) -> Answers:

@@ -11,6 +11,7 @@ import random
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
@@ -89,6 +90,8 @@ def alone() -> Iterator[list[str]]:
         stack.enter_context(redirect_stdout(_OtherThreads(sys.stdout)))
         stack.enter_context(redirect_stderr(_OtherThreads(sys.stderr)))
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of statistics of few documents
         random.seed(SEEDS["random_seed"])
         np.random.seed(SEEDS["numpy_seed"])
         torch.manual_seed(SEEDS["torch_seed"])
@@ -161,7 +164,7 @@ def _leaves(index: Mapping[str, Any], member: Any, more: Mapping[str, Any], file
 
 def _code_in(path: Path, seen: set[Path]) -> Iterator[str]:
     """The functions that a file outside the library names, those of what it includes too."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     path = path.resolve()
     if path in seen or Path(_folder()) in path.parents:
@@ -322,6 +325,8 @@ def _manager(asked: Asked, cache: DataCache) -> Any:
     from lm_eval.tasks import TaskManager
 
     own = asked.include_path
+    if path := next((each for each in asked.tasks if each.endswith((".yaml", ".yml"))), None):
+        raise UsageError(f"--tasks {path}: give the name in it, and its folder with --include-path.")
     if own is not None:
         if not own.is_dir():
             raise UsageError(f"--include-path {own}: expected a folder with YAML files of tasks.")
@@ -340,8 +345,6 @@ def _matching(manager: Any, name: str) -> list[str]:
     found: list[str] = manager.match_tasks([name])
     if found:
         return found
-    if name.endswith((".yaml", ".yml")):
-        raise UsageError(f"--tasks {name}: give the name in it, and its folder with --include-path.")
     raise UsageError(
         f"--tasks {name}: there is no such task, group or tag; 'lm_eval ls tasks' lists all."
         f"{did_you_mean(name, manager.all_tasks)}"

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dualeval.errors import UsageError
 from dualeval.options.fields import option
-from dualeval.tasks.options.base import DATA, TextOptions, start_of_texts
+from dualeval.tasks.options.base import DATA, TextOptions
 
 _PROMPTS = "Prompts"
 
@@ -46,8 +46,6 @@ class PromptOptions:
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(PromptOptions, TextOptions):
     """Tasks of lm-evaluation-harness, with its prompts and figures."""
-
-    start: ClassVar[Mapping[str, str]] = start_of_texts("AutoModelForCausalLM", "arc_easy")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
