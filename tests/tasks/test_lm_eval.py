@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dualeval.cli import dualeval as command
 from dualeval.comparison.compared import compare
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import LmEval
+from dualeval.tasks.options.lm_eval import ScoredOptions
 from tests.engine.test_evaluator import evaluate, rows
-from tests.tasks.conftest import check_doors
+from tests.tasks.conftest import check_doors, message_of
 from tests.vehicles import questions
+from tests.vehicles.causal_models import write_lines
 from tests.vehicles.harness_tasks import ALL, PLAIN, as_ours, harness_figures, save_model, write_tasks
 
 Made = dict[str, Path]
@@ -234,3 +238,78 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
         *(number(each.metrics["words/perplexity"]) for each in (result, without)), rel_tol=1e-6
     )
     assert len((tmp_path / "out/samples_words_dualeval.jsonl").read_text().splitlines()) == 12
+
+
+# -- answers from elsewhere ------------------------------------------------------------------------------
+
+
+def answers_from(out: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What another program would have answered: what the rows of a run have."""
+    table = rows(out)
+    places: dict[tuple[str, int], int] = {}
+    answers = []
+    for request in requests:
+        row = table["id"].index(f"{request['task']}/{request['document']}")
+        key = (request["task"], request["document"])
+        if request["type"] == "generate_until":
+            # Programs that stop late: what follows the task's stop is cut.
+            answer: Any = table["generated"][row] + request["generation"]["until"][0] + "more"
+        else:
+            place = places[key] = places.get(key, -1) + 1
+            value = table["loglikelihoods"][row][place]
+            is_rolling = request["type"] == "loglikelihood_rolling"
+            answer = value if is_rolling else [value, table["greedy"][row][place]]
+        answers.append({**{name: request[name] for name in ("task", "document", "index")}, "answer": answer})
+    return answers
+
+
+def test_answers_from_a_file_give_the_runs_own_figures(made: Made, tmp_path: Path) -> None:
+    words = ["--tasks", ",".join(PLAIN), "--include-path", str(made["tasks"]), "--limit", "5"]
+    requests_file, file, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", tmp_path / "out"
+    done = CliRunner().invoke(command, ["requests", *words, "--out", str(requests_file)])
+    assert done.output == f"wrote 60 requests to {requests_file}\n"
+    requests = [json.loads(line) for line in requests_file.read_text().splitlines()]
+    result = run(made, out=out, limit=5)
+    answers = answers_from(out, requests)
+    write_lines(file, answers[::-1])
+    options = ScoredOptions(
+        tasks=PLAIN, include_path=made["tasks"], limit=5, bootstrap_iters=DRAWS, answers=file
+    )
+    scored = evaluate(options.make(), tmp_path / "scored", batch_size=7)
+    figures = {name: value for name, value in result.metrics.items() if name != "cut_contexts"}
+    assert (scored.metrics, scored.intervals) == (figures, result.intervals)
+    assert scored.fingerprint != result.fingerprint and scored.samples_digest == result.samples_digest
+    found = compare(out, tmp_path / "scored")
+    assert found.metrics["choices/acc"].difference == 0
+    written = [
+        (folder / "samples_numbers_dualeval.jsonl").read_text() for folder in (out, tmp_path / "scored")
+    ]
+    assert written[0] == written[1]
+    for lines, said in (
+        (answers[:-2], "the answer to numbers/3 0, numbers/4 0 is missing"),
+        ([*answers, answers[3]], "the answer to choices/1 0 is there twice"),
+        ([*answers, {**answers[0], "document": 5}], "the answer to choices/5 0 belongs to no request"),
+        (
+            [{**answers[0], "answer": 1.0}],
+            r"line 1: the answer is 1\.0, expected \[a log-likelihood, whether",
+        ),
+        ([{**answers[-1], "answer": 4}], "line 1: the answer is 4, expected a text"),
+        ([{"task": "choices"}], r"line 1: expected a JSON object with task, document, index and answer"),
+    ):
+        write_lines(file, lines)
+        with pytest.raises(UsageError, match=said):
+            options.make()
+
+
+def test_files_of_answers_belong_to_a_task(made: Made, tmp_path: Path) -> None:
+    for words, said in (
+        (["--answers", "a.jsonl"], "--answers belongs to --task lm-eval"),
+        (["--task", "lm-eval", "--data", "a.json"], "--data belongs to --task question-answering"),
+        (["--task", "lm-eval", "--answers", "a.jsonl"], "--tasks"),
+    ):
+        done = CliRunner().invoke(command, ["score", *words, "--out", str(tmp_path / "out")])
+        assert said in message_of(done)
+    with pytest.raises(UsageError, match="give --tokenizer DIR"):
+        ScoredOptions(
+            tasks=("words",), include_path=made["tasks"], apply_chat_template=True, answers=Path("none")
+        ).make()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,23 +240,3 @@ def ends_of(tokens: CausalTokens, generation: Generation, stops: Sequence[int], 
         text = tokens.fast.decode([token])
         ends[token] |= any(stop in text for stop in generation.stops)
     return ends
-
-
-def write_requests(documents: Sequence[Document], path: Path) -> int:
-    """Write all requests, a JSON object a line with its key; returns how many."""
-    from dualeval.atomic_files import write_text
-
-    lines = []
-    for document in documents:
-        for index, request in enumerate(document.requests):
-            key = {"task": document.task, "document": document.number, "index": index}
-            content: dict[str, Any] = {"type": request.request_type, "repeats": request.repeats}
-            if request.request_type == GENERATE:
-                content |= {"prompt": request.args[0], "generation": request.args[1]}
-            elif request.request_type == ROLLING:
-                content |= {"text": request.args[0]}
-            else:
-                content |= {"context": request.args[0], "continuation": request.args[1]}
-            lines.append(json.dumps({**key, **content}, ensure_ascii=False, default=str))
-    write_text(path, "".join(f"{line}\n" for line in lines))
-    return len(lines)

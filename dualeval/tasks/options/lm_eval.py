@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.errors import UsageError
-from dualeval.options.fields import option
+from dualeval.options.fields import check_fields, option
 from dualeval.tasks.options.base import DATA, TextOptions
 
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
+
 _PROMPTS = "Prompts"
+# It imports this module.
+_GIVEN = "dualeval.tasks.lm_eval.given"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +50,42 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestOptions(PromptOptions):
+    """Requests for another program to answer."""
+
+    tokenizer: Path | None = option(
+        None, "With --apply-chat-template: folder of the tokenizer.", group=_PROMPTS, metavar="DIR"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check_prompts()
+
+    def write(self, path: Path) -> int:
+        """Write the requests to a file; returns how many."""
+        count: int = import_module(_GIVEN).write_requests(self, path)
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredOptions(RequestOptions):
+    """Answers of another program to these requests."""
+
+    answers: Path = option(help="Answers: JSON lines with task, document, index, answer.", metavar="FILE")
+
+    def make(self) -> Task:
+        """The task."""
+        task: Task = import_module(_GIVEN).GivenAnswers(self)
+        return task
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(PromptOptions, TextOptions):
     """Tasks of lm-evaluation-harness, with its prompts and figures."""
+
+    # The requests, and answers to them in a file.
+    requested: ClassVar[type] = RequestOptions
+    scored: ClassVar[type] = ScoredOptions
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
