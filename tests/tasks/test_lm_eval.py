@@ -23,7 +23,7 @@ from tests.vehicles.causal_models import write_lines
 from tests.vehicles.harness_tasks import ALL, PLAIN, as_ours, harness_figures, save_model, write_tasks
 
 Made = dict[str, Path]
-DRAWS = 100
+DRAWS = 1000
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     causal_models.write_lines(folder / "prompts.jsonl", causal_models.prompt_rows())
     harness_tasks.save_model(folder / "chat")
     harness_tasks.write_tasks(folder / "tasks")
+    keys: list[dict[str, Any]] = [
+        {"task": task, "document": number, "index": 0}
+        for task in ("words", "numbers")
+        for number in range(13)
+    ]
+    answers = {"words": [-1.5, False], "numbers": "the sea"}
+    causal_models.write_lines(
+        folder / "answers.jsonl", [{**key, "answer": answers[key["task"]]} for key in keys]
+    )
     return folder
 
 
@@ -102,7 +111,8 @@ def bits_of(out: Path) -> dict[str, Any]:
     exports = {path.name: path.read_bytes() for path in sorted(out.glob("*.json"))}
     for name in ("result.json", "job.json", "status.json"):
         del exports[name]
-    rows = pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+    # As text: a NaN is not equal to itself.
+    rows = repr(pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict())
     return {**{name: result[name] for name in names}, **exports, "rows": rows}
 
 
