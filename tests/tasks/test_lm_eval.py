@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,22 @@ from dualeval.comparison.compared import compare
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import LmEval
+from dualeval.tasks.lm_eval import template_of
 from dualeval.tasks.options.lm_eval import ScoredOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors, message_of
 from tests.vehicles import questions
 from tests.vehicles.causal_models import write_lines
-from tests.vehicles.harness_tasks import ALL, PLAIN, as_ours, harness_figures, save_model, write_tasks
+from tests.vehicles.harness_tasks import (
+    ALL,
+    PLAIN,
+    SHIPPED,
+    as_ours,
+    harness_figures,
+    save_model,
+    write_shipped,
+    write_tasks,
+)
 
 Made = dict[str, Path]
 DRAWS = 1000
@@ -98,6 +109,54 @@ def test_figures_and_files_are_those_of_the_harness(
                 assert line[key] == sample[key], (name, key)
             if name in ("numbers", "own"):
                 assert line["resps"] == [[str(each) for each in one] for one in sample["resps"]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, CHAT], ids=["plain", "chat"])
+def test_shipped_tasks_have_the_figures_of_the_harness(
+    made: Made, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Files of the library that name its own functions are run without --trust-tasks."""
+    folder = write_shipped(tmp_path / "tasks")
+    tasks = [*(name for name in SHIPPED if "mmlu" not in name), "my_mmlu"]
+    result = run({**made, "tasks": folder}, "llama", None, tasks, **options)
+    of_prompts = {
+        ("system_instruction" if name == "system" else name): value for name, value in options.items()
+    }
+    figures = as_ours(harness_figures(made["llama"], tasks, folder, bootstrap_iters=DRAWS, **of_prompts))
+    assert {key for key in result.metrics if "/" in key} == {*figures} and len(figures) > 20
+    for key, value in figures.items():
+        assert math.isclose(number(result.metrics[key]), value, rel_tol=1e-5, abs_tol=1e-9), key
+
+
+# Of four families, shortened; Gemma's refuses a system message.
+TEMPLATES = {
+    "llama": "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>\n\n"
+    "{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} "
+    "{{ m['content'] }}</s>{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}",
+    "gemma": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}"
+    "{% endif %}{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_chats_are_written_as_the_harness_has_them_written(made: Made, family: str) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = questions.transformers().AutoTokenizer.from_pretrained(made["llama"])
+    tokenizer.chat_template = TEMPLATES[family]
+    theirs = types.SimpleNamespace(tokenizer=tokenizer, chat_template_args={})
+    turns = ("system", "Be short. "), ("user", " One? "), ("assistant", "Two."), ("user", "Three?")
+    messages = [{"role": role, "content": text} for role, text in turns]
+    ours = template_of(tokenizer, made["llama"])
+    for ends in (True, False):
+        said = [*messages, *([] if ends else [{"role": "assistant", "content": "Four"}])]
+        wanted = HFLM.apply_chat_template(theirs, said, add_generation_prompt=ends)
+        assert ours(said, add_generation_prompt=ends) == wanted
 
 
 def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -215,3 +215,84 @@ def as_ours(found: dict[str, Any]) -> dict[str, float]:
             if comma and not isinstance(value, str):
                 ours[f"{name}/{metric}" + ("" if kind == "none" else f",{kind}")] = float(value)
     return ours
+
+
+# Shipped tasks by their files, with the splits and a document each.
+_SHIPPED: dict[str, tuple[str, tuple[str, ...], Callable[[int], dict[str, Any]]]] = {
+    "arc_easy": (
+        "arc/arc_easy.yaml",
+        ("train", "validation", "test"),
+        lambda n: {
+            "question": f"What does river {n} reach?",
+            "choices": {"text": ["the sea", "a mill", f"town {n}"], "label": ["A", "B", "C"]},
+            "answerKey": "ABC"[n % 3],
+        },
+    ),
+    "hellaswag": (
+        "hellaswag/hellaswag.yaml",
+        ("train", "validation"),
+        lambda n: {
+            "ctx_a": f"A man of {n} walks.",
+            "ctx_b": "then he",
+            "activity_label": "Walking",
+            "endings": ["runs [title] on.", "sits  down.", f"sings {n}.", "sleeps."],
+            "label": str(n % 4),
+        },
+    ),
+    "gsm8k": (
+        "gsm8k/gsm8k.yaml",
+        ("train", "test"),
+        lambda n: {"question": f"{n} and 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"},
+    ),
+    "lambada_openai": (
+        "lambada/lambada_openai.yaml",
+        ("test",),
+        lambda n: {"text": f"{RIVER[: 30 + n]} the sea"},
+    ),
+    "wikitext": (
+        "wikitext/wikitext.yaml",
+        ("train", "validation", "test"),
+        lambda n: {"page": f" = {n} = \n {RIVER} @-@ {RIVER[: 9 * n]} 's . "},
+    ),
+    "truthfulqa_mc2": (
+        "truthfulqa/truthfulqa_mc2.yaml",
+        ("validation",),
+        lambda n: {
+            "question": f"Is {n} a number?",
+            "mc1_targets": {"choices": ["Yes", "No"], "labels": [1, 0]},
+            "mc2_targets": {"choices": ["Yes", "It is", f"No {n}"], "labels": [1, 1, 0]},
+        },
+    ),
+    **{
+        f"mmlu_{subject}": (
+            f"mmlu/default/mmlu_{subject}.yaml",
+            ("dev", "test"),
+            lambda n: {"question": f" Which is {n}? ", "choices": ["a", "the", f"{n}", "x"], "answer": n % 4},
+        )
+        for subject in ("anatomy", "astronomy")
+    },
+}
+SHIPPED = tuple(f"my_{name}" for name in _SHIPPED)
+
+
+def write_shipped(folder: Path, count: int = 4) -> Path:
+    """YAML files that include the library's, with made documents in place of those of a hub."""
+    import lm_eval
+
+    folder.mkdir()
+    for name, (file, splits, document) in _SHIPPED.items():
+        for place, split in enumerate(splits):
+            rows_of_split = [document(number + 10 * place) for number in range(max(count, 6))]
+            write_lines(folder / f"{name}-{split}.jsonl", rows_of_split[: count if split == "test" else None])
+        files = ", ".join(f"{split}: {folder}/{name}-{split}.jsonl" for split in splits)
+        lines = [
+            f"include: {Path(str(lm_eval.__file__)).parent}/tasks/{file}",
+            f"task: my_{name}",
+            "dataset_path: json\ndataset_name: null",
+            f"dataset_kwargs: {{data_files: {{{files}}}}}",
+        ]
+        (folder / f"my_{name}.yaml").write_text("\n".join(lines) + "\n")
+    members = "[my_mmlu_anatomy, my_mmlu_astronomy]"
+    means = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
+    (folder / "my_mmlu.yaml").write_text(f"group: my_mmlu\ntask: {members}\n{means}\n")
+    return folder
