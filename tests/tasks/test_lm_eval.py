@@ -132,7 +132,8 @@ def test_shipped_tasks_have_the_figures_of_the_harness(
 # Of four families, shortened; Gemma's refuses a system message.
 TEMPLATES = {
     "llama": "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>\n\n"
-    "{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+    "{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant"
+    "<|end|>\n\n{% endif %}",
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} "

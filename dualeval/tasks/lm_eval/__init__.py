@@ -20,7 +20,7 @@ from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks.keywords import LmEvalKeywords
-from dualeval.tasks.lm_eval.base import HarnessTask, asked_of
+from dualeval.tasks.lm_eval.base import HarnessTask
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING, Answers
 from dualeval.tasks.lm_eval.library import Document, Loaded, check_installed
 from dualeval.tasks.lm_eval.requests import EncodedRequests, ends_of, scores_of, tokens_after
@@ -77,7 +77,7 @@ class LmEval(HarnessTask, CausalTask):
         self._tokens = text_models.CausalTokens(library, self._model.folder)
         self._max_length = self._length(model, library, settings.max_length)
         template = template_of(library, self._model.folder) if settings.apply_chat_template else None
-        loaded = Loaded(asked_of(settings, template), cache or DataCache())
+        loaded = Loaded(settings, template, cache)
         self._encoded = EncodedRequests(loaded.documents, settings.keep, self._tokens, self._max_length)
         text = library.chat_template if template is not None else None
         self._set_up(settings, loaded, self._encoded, str(self._model.folder), text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,10 @@ from dualeval.messages import counted
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.metric import chosen
 from dualeval.tasks import Task, place_of
-from dualeval.tasks.lm_eval.figures import (
-    ANSWERS,
-    DOCUMENT,
-    GENERATE,
-    GENERATED,
-    GREEDY,
-    LOGLIKELIHOODS,
-    TASK,
-    Answers,
-    Figures,
-    answers_of,
-    generated_text,
-)
-from dualeval.tasks.lm_eval.library import Asked, Loaded
+from dualeval.tasks.lm_eval import figures as of
+from dualeval.tasks.lm_eval.library import Loaded
 from dualeval.tasks.lm_eval.requests import Requests
 from dualeval.tasks.options.lm_eval import PromptOptions
-
-
-def asked_of(options: PromptOptions, template: Callable[..., str] | None) -> Asked:
-    """Which tasks, and how their prompts are made."""
-    return Asked(
-        tasks=options.tasks,
-        include_path=options.include_path,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        system=options.system,
-        chat=options.apply_chat_template,
-        multiturn=options.fewshot_as_multiturn,
-        trust=options.trust_tasks,
-        template=template,
-    )
 
 
 class HarnessTask(Task):
@@ -60,7 +34,7 @@ class HarnessTask(Task):
     ) -> None:
         """Keep what was loaded; ``model`` and ``template`` are named in the harness's files."""
         self._asked, self._loaded, self._dataset = options, loaded, dataset
-        self._figures = Figures(loaded, options.bootstrap_iters, {"model": model, "template": template})
+        self._figures = of.Figures(loaded, options.bootstrap_iters, {"model": model, "template": template})
         self._metrics = chosen(options.metric, [self._figures, *self._counts])
 
     @property
@@ -77,7 +51,7 @@ class HarnessTask(Task):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         return self._metrics
 
-    def _columns(self, samples: range, answers: Mapping[int, Answers]) -> dict[str, Column]:
+    def _columns(self, samples: range, answers: Mapping[int, of.Answers]) -> dict[str, Column]:
         """The columns of consecutive documents; one without answers could not be read."""
         documents = [self._dataset.documents[index] for index in samples]
         lls, greedy, texts = [], [], []
@@ -86,33 +60,33 @@ class HarnessTask(Task):
             generated: list[str] = []
             for request, of_request in zip(document.requests, answers.get(index, ()), strict=False):
                 first = of_request[0]
-                if request.request_type == GENERATE:
+                if request.request_type == of.GENERATE:
                     generated += of_request
                 else:
                     pairs.append(first if isinstance(first, tuple) else (first, False))
             lls.append(torch.tensor([each for each, _ in pairs], dtype=torch.float64))
             greedy.append(torch.tensor([each for _, each in pairs], dtype=torch.bool))
-            texts.append(generated_text(generated))
+            texts.append(of.generated_text(generated))
         values = self._figures.values(samples, answers)
         return {
-            TASK: Text(document.task for document in documents),
-            DOCUMENT: torch.tensor([*samples], dtype=torch.int64),
-            LOGLIKELIHOODS: Ragged(torch.cat(lls), torch.tensor([*map(len, lls)])),
-            GREEDY: Ragged(torch.cat(greedy), torch.tensor([*map(len, greedy)])),
-            GENERATED: Text(texts),
+            of.TASK: Text(document.task for document in documents),
+            of.DOCUMENT: torch.tensor([*samples], dtype=torch.int64),
+            of.LOGLIKELIHOODS: Ragged(torch.cat(lls), torch.tensor([*map(len, lls)])),
+            of.GREEDY: Ragged(torch.cat(greedy), torch.tensor([*map(len, greedy)])),
+            of.GENERATED: Text(texts),
             **{name: torch.tensor(column, dtype=torch.float64) for name, column in values.items()},
         }
 
     def show(self, row: Mapping[str, Any]) -> dict[str, str]:
         """The requests of a document with their answers."""
         document = self._dataset.documents[place_of(self._dataset, row)]
-        answers = answers_of(document, *(row[name] for name in ANSWERS))
+        answers = of.answers_of(document, *(row[name] for name in of.ANSWERS))
         shown: dict[str, str] = {}
         for number, (request, of_request) in enumerate(zip(document.requests, answers, strict=True)):
             context, *more = request.args
             shown.setdefault("prompt", str(context))
             first = of_request[0]
-            if request.request_type == GENERATE:
+            if request.request_type == of.GENERATE:
                 shown[f"answer {number}"] = " | ".join(of_request)
             elif more:
                 shown[f"continuation {number}"] = f"{more[0]} ({first[0]:.2f})"
@@ -126,19 +100,11 @@ class HarnessTask(Task):
         return [*super().data_warnings(), *([part] if limit else [])]
 
     def options(self) -> dict[str, Any]:
-        asked = self._loaded.asked
-        return {
-            "metric": [metric.name for metric in self._metrics],
-            "tasks": [*asked.tasks],
-            "include_path": None if asked.include_path is None else str(asked.include_path.absolute()),
-            "trust_tasks": asked.trust,
-            "limit": asked.limit,
-            "num_fewshot": asked.num_fewshot,
-            "apply_chat_template": asked.chat,
-            "fewshot_as_multiturn": asked.multiturn,
-            "system": asked.system,
-            "bootstrap_iters": self._asked.bootstrap_iters,
-        }
+        asked = self._asked
+        given = {each.name: getattr(asked, each.name) for each in fields(PromptOptions)}
+        path = None if asked.include_path is None else str(asked.include_path.absolute())
+        names = [metric.name for metric in self._metrics]
+        return {**given, "metric": names, "tasks": [*asked.tasks], "include_path": path}
 
     def description(self) -> dict[str, str]:
         versions = [f"{name} (version {version})" for name, version in self._loaded.versions().items()]

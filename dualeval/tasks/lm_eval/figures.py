@@ -77,7 +77,7 @@ class Figures:
         self.columns = (TASK, DOCUMENT, *ANSWERS, *self.value_columns)
         # The results of the most documents so far, for the files, of which answers: groups may follow.
         self._last: tuple[dict[str, Any], Sequence[str]] = {}, ()
-        self._key, self._most = b"", 0
+        self._digest, self._most = b"", 0
 
     def fingerprint(self) -> dict[str, Any]:
         return {"bootstrap_iters": self._iterations}
@@ -117,14 +117,14 @@ class Figures:
             index: answers_of(self._loaded.documents[index], lls.tolist(), greedy.tolist(), text)
             for index, lls, greedy, text in rows
         }
-        key = hashlib.sha256(repr(answers).encode()).digest()
-        if key != self._key:
+        digest = hashlib.sha256(repr(answers).encode()).digest()
+        if digest != self._digest:
             is_whole = len(answers) == len(self._loaded.documents)
             results, warnings = self._evaluate(answers, self._iterations if is_whole else 0)
         else:  # of one batch alone, which was tried before
             results, warnings = self._last
         if len(answers) >= self._most:
-            self._key, self._last, self._most = key, (results, warnings), len(answers)
+            self._digest, self._last, self._most = digest, (results, warnings), len(answers)
         values: dict[str, Any] = {}
         for name, figures in {**results["results"], **results.get("groups", {})}.items():
             for key, value in figures.items():
@@ -251,7 +251,7 @@ class Figures:
             tracker = EvaluationTracker(output_path=str(Path(folder) / "results.json"))
             asked, model = self._loaded.asked, f"pretrained={self._config['model']}"
             tracker.general_config_tracker.log_experiment_args(
-                "dualeval", model, asked.system, self._config["template"], asked.chat and asked.multiturn
+                "dualeval", model, asked.system, self._config["template"], asked.fewshot_as_multiturn
             )
             parts = {key: value for key, value in results.items() if key != "samples"}
             config = {"model": "dualeval", "model_args": model, "limit": asked.limit, **SEEDS}
@@ -330,7 +330,7 @@ def _bootstrap(statistic: Callable[[Any], float], values: Sequence[Any], iters: 
     for seed in range(iters // size):
         _, state, _ = random.Random(seed).getstate()
         drawn = np.random.RandomState()
-        drawn.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1]))
+        drawn.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
         for _ in range(size):
             # As random.choices draws them.
             places = (drawn.random_sample(count) * count).astype(np.int64)

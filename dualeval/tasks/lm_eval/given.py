@@ -14,12 +14,11 @@ from torch import nn
 
 from dualeval.atomic_files import write_text
 from dualeval.columns.ragged import Column
-from dualeval.data.cache import DataCache
 from dualeval.errors import UsageError
 from dualeval.messages import listed
 from dualeval.models import text_models
 from dualeval.tasks.lm_eval import USE, template_of
-from dualeval.tasks.lm_eval.base import HarnessTask, asked_of
+from dualeval.tasks.lm_eval.base import HarnessTask
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING, Answers
 from dualeval.tasks.lm_eval.library import Document, Loaded, as_text
 from dualeval.tasks.lm_eval.requests import Requests
@@ -38,7 +37,7 @@ def loaded_for(options: RequestOptions) -> tuple[Loaded, str | None]:
             raise UsageError("--tokenizer is for the template of a chat: give --apply-chat-template too.")
         tokenizer = text_models.read_tokenizer(options.tokenizer, USE)
         template, text = template_of(tokenizer, options.tokenizer), str(tokenizer.chat_template)
-    return Loaded(asked_of(options, template), DataCache()), text
+    return Loaded(options, template), text
 
 
 def write_requests(options: RequestOptions, path: Path) -> int:

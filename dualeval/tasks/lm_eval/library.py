@@ -25,6 +25,7 @@ from dualeval.data.cache import DataCache
 from dualeval.errors import UsageError
 from dualeval.messages import did_you_mean, listed
 from dualeval.models.model_errors import first_line
+from dualeval.tasks.options.lm_eval import PromptOptions
 
 PACKAGE = "lm_eval"
 # As the harness seeds Python's, numpy's and torch's numbers, and draws its examples.
@@ -109,22 +110,6 @@ def alone() -> Iterator[list[str]]:
 
 
 # -- what is asked for, and whose code it names ----------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Which tasks, and how their prompts are made."""
-
-    tasks: tuple[str, ...]
-    include_path: Path | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    system: str | None = None
-    chat: bool = False
-    multiturn: bool = True
-    trust: bool = False
-    # How a list of messages is written, and whether the model's turn begins.
-    template: Callable[..., str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +231,18 @@ class Document:
 class Loaded:
     """The tasks that were asked for, and all their requests, as one process of the harness has them."""
 
-    def __init__(self, asked: Asked, cache: DataCache) -> None:
+    def __init__(
+        self, asked: PromptOptions, template: Callable[..., str] | None = None, cache: DataCache | None = None
+    ) -> None:
+        """``template`` is how a list of messages is written, and whether the model's turn begins."""
         check_installed()
-        self.asked = asked
+        self.asked, self._template = asked, template
         with alone():
-            manager = _manager(asked, cache)
+            manager = _manager(asked, cache or DataCache())
             names = [name for each in asked.tasks for name in _matching(manager, each)]
             self.leaves = [leaf for name in names for leaf in _leaves(manager.task_index, name, {}, ())]
-            _check(self.leaves, asked.trust)
+            _check(self.leaves, asked.trust_tasks)
             try:
-                # In one process each: other threads of ours must not be copied.
                 self.tree = manager.load(names)
                 self.tasks: dict[str, Any] = self.tree["tasks"]
                 self._build()
@@ -287,9 +274,9 @@ class Loaded:
                 rank=0,  # on every rank: its few-shot examples depend on the number of ranks
                 world_size=1,
                 system_instruction=asked.system,
-                apply_chat_template=asked.chat,
-                fewshot_as_multiturn=asked.chat and asked.multiturn,
-                chat_template=asked.template if asked.chat else None,
+                apply_chat_template=asked.apply_chat_template,
+                fewshot_as_multiturn=asked.apply_chat_template and asked.fewshot_as_multiturn,
+                chat_template=self._template,
             )
 
     def _refused(self, error: Exception) -> UsageError:
@@ -320,7 +307,7 @@ class Loaded:
         return {"library": self.library(), "tasks": tasks, "versions": as_text(self.versions())}
 
 
-def _manager(asked: Asked, cache: DataCache) -> Any:
+def _manager(asked: PromptOptions, cache: DataCache) -> Any:
     """What finds tasks: in the caller's folder alone where that has all of them, else in all (15 s)."""
     from lm_eval.tasks import TaskManager
 
