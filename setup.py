@@ -67,6 +67,7 @@ setup(
         "qa": ["transformers>=4.48"],
         "hf": ["transformers>=4.48"],
         "peft": ["transformers>=4.48", "peft>=0.17"],
+        "lm-eval": ["lm_eval>=0.4.13,<0.5", "transformers>=4.48"],
         "timm": ["timm>=1.0"],
         "report": ["jinja2>=3.1", "matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],

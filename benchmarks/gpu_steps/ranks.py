@@ -16,8 +16,8 @@ from pathlib import Path
 from common import BIN, table
 from made_pictures import write_pictures
 
-from dualeval.launch.launchers import child_environ, start_words
 from dualeval.launch.site import Site
+from dualeval.launch.ways import child_environ, start_words
 from dualeval.tools import node_facts
 from dualeval.tools.starts import Start
 from gpu_steps.trial import FAILED, MOST_S, NOT_HERE, PASSED, Step, Trial, Verdict

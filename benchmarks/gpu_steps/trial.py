@@ -17,7 +17,7 @@ from typing import Any
 from common import BIN, ONE_THREAD, ROOT, python_or_torchrun, run_process, torchrun
 
 from dualeval.atomic_files import write_text
-from dualeval.launch.launchers import child_environ
+from dualeval.launch.ways import child_environ
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not available"
 Verdict = tuple[str, str]  # the outcome, and what was found

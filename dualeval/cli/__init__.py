@@ -39,6 +39,7 @@ COMMANDS = {
     "watch": "dualeval.tools.watch.command:watch",
     "finish": "dualeval.cli.finish:finish",
     "score": "dualeval.cli.score:score",
+    "requests": "dualeval.cli.requests:requests",
     "verify": "dualeval.cli.finished:verify",
     "compare": "dualeval.cli.finished:compare",
     "report": "dualeval.cli.finished:report",

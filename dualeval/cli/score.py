@@ -23,9 +23,12 @@ from dualeval.tasks.options import scored
 
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = tuple(scored())
-_FIELDS = {
-    field.name: field for name in TASKS for field in scored_kind(name).fields if field.name not in COMMON
+# By task, and those of all.
+_OF_TASK = {
+    name: [each for each in scored_kind(name).fields if each.name not in COMMON.keys() - {"limit"}]
+    for name in TASKS
 }
+_FIELDS = {field.name: field for fields in _OF_TASK.values() for field in fields}
 _GROUP = "A file of answers"
 
 
@@ -54,9 +57,10 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     \b
     dualeval score runs/r18 --metric top3
     dualeval score --data dev-v1.1.json --predictions predictions.json --out scores
+    dualeval score --task lm-eval --tasks gsm8k --answers answers.jsonl
 
     RUN is the output folder of a run and is not changed. The run's metrics, or those of --metric, get the
-    same bits as in a run. Answers are scored like the official scripts of SQuAD.
+    same bits as in a run. Answers are scored like the official scripts of SQuAD, or by the harness.
     """
     flags = {name: value.value if isinstance(value, Given) else value for name, value in flags.items()}
     place = examine(os.environ, None).place
@@ -70,9 +74,14 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
         return
     if flags["task"] not in (None, *TASKS):
         raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
+    own = {field.name: field for field in _OF_TASK[flags["task"] or TASKS[0]]}
+    for name in _FIELDS.keys() - own.keys():
+        if flags[name] not in (None, ()):
+            other = next(task for task, fields in _OF_TASK.items() if _FIELDS[name] in fields)
+            raise UsageError(f"{_FIELDS[name].flag} belongs to --task {other}: give it too, or leave it out.")
     for parameter in context.command.params:
-        field = _FIELDS.get(parameter.name or "")
-        if field is not None and field.is_required and flags[field.name] is None:
+        name = parameter.name or ""
+        if name in own and own[name].is_required and flags[name] in (None, ()):
             raise click.MissingParameter(ctx=context, param=parameter)
     _score_answers(context, flags)
 
@@ -115,7 +124,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.values.options import NEW_FOLDER
 
     _keep_apart(flags)
-    values = {name: flags[name] for name in _FIELDS if flags[name] is not None}
+    values = {name: flags[name] for name in _FIELDS if flags[name] not in (None, ())}
     kind = scored_kind(flags["task"] or TASKS[0])
     chosen = kind.options_class(**values, metric=flags["metric"])
     task = made_task(kind, chosen)
@@ -139,7 +148,8 @@ def _keep_apart(flags: Mapping[str, Any]) -> None:
     """Refuse an output folder that holds what is to be read: --fresh would remove it."""
     out = flags["out"]
     for name in _FIELDS:
-        if out is not None and flags[name] is not None and flags[name].resolve().parent == out.resolve():
+        path = flags[name]
+        if out is not None and isinstance(path, Path) and path.resolve().parent == out.resolve():
             raise UsageError(
                 f"--{name.replace('_', '-')} {flags[name]} lies in the output folder {out}. Give another "
                 "--out."

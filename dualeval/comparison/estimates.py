@@ -147,7 +147,8 @@ def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
         if both is None:
             raise _NotCompared(f"the rows of one run have no column {name!r}")
         for values, column in zip(columns, both, strict=True):
-            if pyarrow.types.is_nested(column.type) or pyarrow.types.is_large_string(column.type):
+            is_text = pyarrow.types.is_large_string(column.type) and name != score.where
+            if pyarrow.types.is_nested(column.type) or is_text:
                 raise _NotCompared(f"the column {name!r} does not have one number per sample")
             values[name] = column.to_numpy(zero_copy_only=False)
     one, other = (_Terms(*score.terms(values)) for values in columns)

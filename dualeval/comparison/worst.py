@@ -93,7 +93,9 @@ class JudgedRows:
         self.has_confidence = self._kinds.get(CONFIDENCE) == "f"
         scores = {name: score_from(content) for name, content in result.scores.items()}
         self.scores = {
-            name: score for name, score in scores.items() if all(map(self._kinds.get, score.columns))
+            name: score
+            for name, score in scores.items()
+            if all(self._kinds.get(each) or each == score.where for each in score.columns)
         }
         # Both are whole numbers: numbers of classes.
         self.has_classes = self._kinds.get(TARGET) == self._kinds.get(PREDICTION) == "i"

@@ -352,7 +352,10 @@ class _Ended:
         of_data = () if of.added is None else of.added.names
         write_predictions(path / PREDICTIONS, rows, plan, of.task, dataset, of.kept, of_data, step)
         for name, column in of.task.exports.items():
-            write_json_file(path / name, rows, plan, of.task, dataset, of.kept, column, step)
+            if callable(column):
+                column(path / name)
+            else:
+                write_json_file(path / name, rows, plan, of.task, dataset, of.kept, column, step)
         # Digests of the metrics of the first batch that a later run would compare.
         drawn = batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint)
         stored = next(comparable(drawn), None)

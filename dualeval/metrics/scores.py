@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -26,8 +26,8 @@ class Score:
         below: y is whether the entry is below this number, such as a rank below 5.
         weight: a column of weights.
         over: a column of denominators, such as numbers of tokens.
-        where: a bool column; only samples where it is ``where_is`` count.
-        where_is: see ``where``.
+        where: a column of bools or texts; only samples where it is ``where_is`` count.
+        where_is: a bool, or the texts of which it is to be one.
         factor: 100 for percent.
         transform: "exp", "sqrt" or "log" of the mean.
         least: of the mean before its transform, 0 of a loss; no part of what a metric is.
@@ -38,7 +38,7 @@ class Score:
     weight: str | None = None
     over: str | None = None
     where: str | None = None
-    where_is: bool = True
+    where_is: bool | Sequence[str] = True
     factor: float = 1.0
     transform: str | None = None
     least: float | None = field(default=None, compare=False)
@@ -46,6 +46,8 @@ class Score:
     def __post_init__(self) -> None:
         if self.transform is not None:
             check_choice("transform", self.transform, tuple(TRANSFORMS))
+        if not isinstance(self.where_is, bool):
+            object.__setattr__(self, "where_is", tuple(self.where_is))  # JSON has a list
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -74,7 +76,11 @@ class Score:
             x = one_each[self.over].astype(np.float64)
         counts = np.ones(len(y), np.bool_)
         if self.where is not None:
-            counts = one_each[self.where].astype(np.bool_) == self.where_is
+            held = one_each[self.where]
+            if isinstance(self.where_is, bool):
+                counts = held.astype(np.bool_) == self.where_is
+            else:
+                counts = np.isin(held, self.where_is)
             y, x = np.where(counts, y, 0.0), np.where(counts, x, 0.0)
         return y, x, counts
 

@@ -66,6 +66,8 @@ class Job(EvaluationOptions):
     def run_options(self) -> dict[str, Any]:
         """The options of ``Session.evaluate`` that are the job's; the device is its session's."""
         options = {field.name: getattr(self, field.name) for field in fields(EvaluationOptions)}
+        if getattr(self.options, "limits_itself", False):
+            options["limit"] = None
         return {**options, "metric": self.metric_of_run}
 
     @classmethod

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dualeval.metrics import Metric, RowMetric
     from dualeval.tasks.image_classification import ImageClassification as ImageClassification
     from dualeval.tasks.language_modeling import LanguageModeling as LanguageModeling
+    from dualeval.tasks.lm_eval import LmEval as LmEval
     from dualeval.tasks.question_answering import QuestionAnswering as QuestionAnswering
     from dualeval.tasks.segmentation import Segmentation as Segmentation
     from dualeval.tasks.text_classification import TextClassification as TextClassification
@@ -113,7 +115,8 @@ class Task(ABC):
             from one call to the next. None: the first samples show it (docs/promises.md).
         libraries: installed packages, besides torch and numpy, whose version can change a result.
         exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
-            without those that could not be read: file name to column, of ``rows`` or ``texts``.
+            without those that could not be read: file name to column, of ``rows`` or ``texts``. Or file name
+            to a function that writes the file to a path, called on rank 0 behind the metrics.
         given_options: the options that ``dualeval run`` has made it of, by name, without paths; they are part
             of the run's identity, whatever ``fingerprint`` says.
     """
@@ -147,7 +150,7 @@ class Task(ABC):
         return ()
 
     @property
-    def exports(self) -> Mapping[str, str]:
+    def exports(self) -> Mapping[str, str | Callable[[Path], object]]:
         return {}
 
     @abstractmethod

@@ -118,3 +118,23 @@ class LanguageModelingKeywords(TypedDict, total=False):
     answers_seed: int
     ignore: Sequence[str]
     keep: Sequence[str]
+
+
+class LmEvalKeywords(TypedDict, total=False):
+    """Of the class LmEval."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    adapter: str | Path | None
+    include_path: str | Path | None
+    trust_tasks: bool
+    limit: int | None
+    num_fewshot: int | None
+    apply_chat_template: bool
+    fewshot_as_multiturn: bool
+    system: str | None
+    bootstrap_iters: int
+    max_length: int | None
+    keep: Sequence[str]

@@ -27,7 +27,7 @@ from dualeval.tasks import place_of
 from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
 from dualeval.tasks.options.language_modeling import DRAWING, LanguageModelingOptions
-from dualeval.tasks.text_task import Model, TextTask
+from dualeval.tasks.text_task import CausalTask, Model
 
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
@@ -44,7 +44,7 @@ _KIND_OF = {
 }
 
 
-class LanguageModeling(TextTask):
+class LanguageModeling(CausalTask):
     """A causal language model on documents, on rows with choices, or on rows with a prompt and its answer.
 
     Args:
@@ -167,41 +167,6 @@ class LanguageModeling(TextTask):
             ends = text_models.end_tokens(model, self._tokens.ends)
             self._kind.continue_as(way_of(model, few), ends, width, device)
             self._kind.other_search = text_models.changes_of_search(model)
-
-    def _check_causal(self, logits: Tensor) -> None:
-        """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""
-        first = logits[:, 0].float()
-        if (difference := (first[0] - first[1]).abs().max()) > 1e-5 + 1e-3 * first.abs().max():
-            raise UsageError(
-                f"the model in {self._model.folder} is not causal: the logits of a token differ by "
-                f"{difference:.2g} with the token that follows it, so it sees what it has to predict. Give a "
-                "causal language model, such as one of GPT's or Llama's kind."
-            )
-
-    def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """The logits of some tokens, checked for their shape."""
-        folder, count, shape = self._model.folder, self._known, tuple(tokens.shape)
-        arguments: dict[str, Any] = {"use_cache": False} if text_models.is_of_library(model) else {}
-        if self._is_encoded:
-            arguments["decoder_input_ids"] = tokens
-        try:
-            logits = text_models.logits_of(
-                text_models.try_out(folder, lambda: model(tokens, **arguments), shape[1])
-            )
-        except UsageError as error:
-            raise UsageError(
-                f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "
-                "model takes fewer tokens: give --max-length."
-            ) from error
-        logits_shape = tuple(getattr(logits, "shape", ()))
-        if len(logits_shape) != 3 or logits_shape[:2] != shape or logits_shape[2] < count:
-            raise UsageError(
-                f"the model in {folder} gave {logits_shape or type(logits).__name__} for tokens of shape "
-                f"{shape}: expected logits of shape {(*shape, count)} or more, as its tokenizer tells "
-                f"{count} tokens apart. Give a model and a tokenizer that belong together."
-            )
-        assert isinstance(logits, Tensor)
-        return logits
 
     def _check_positions(self, positions: int | None) -> None:
         if self._asked_length is None and min(positions or 0, _LONGEST) != self._max_length:

@@ -17,6 +17,7 @@ from dualeval.messages import listed
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES, Auroc, classification_metrics
+from dualeval.metrics.metric import called
 from dualeval.metrics.texts import regression_metric
 from dualeval.options.fields import fields_of
 from dualeval.result import read_job
@@ -44,6 +45,8 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     others = of_no_task(names)
     if others and len(others) == len(names):
         return _of_no_task(others, content)
+    if getattr(_options_class(task_class), "metrics_need_data", False):
+        return _of_data(job_file, names)
     make = _stored_metrics(task_class)
     if task_class == _OF_OWN_MODELS:
         if metrics := _of_own_model(content, names):
@@ -106,6 +109,16 @@ def _stored_metrics(task_class: str) -> Callable[[Any, Sequence[str]], Sequence[
     return getattr(importlib.import_module(module), "stored_metrics", None)
 
 
+def _of_data(job_file: Path, names: Sequence[str]) -> list[Metric | RowMetric]:
+    """Metrics that read the data of the run, which is opened again."""
+    task, why = task_of_run(job_file)
+    if task is None:
+        raise UsageError(f"the metrics of {job_file.parent} read its data: {why}")
+    known = [*task.metrics()]
+    chosen_ones = [each for name in names for each in called(name, known)]
+    return [each for each in known if each in chosen_ones]
+
+
 def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric | RowMetric]:
     """Metrics of TorchMetrics and of packages, for the columns that a run has made."""
     columns = content.get("job", {}).get("columns") or ()
@@ -118,6 +131,7 @@ _IMAGES = "image-classification"
 # What only a model needs: the task is made for what its data show.
 _OF_MODEL = (
     *("weights", "weights_key", "weights_prefix", "model_arg", "trust_checkpoint", "download", "metric"),
+    "trust_tasks",  # what a file of a run names is not run
     *("num_classes", "class_names", "resize", "crop", "interpolation", "channels", "mean", "std"),
 )
 

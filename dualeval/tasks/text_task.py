@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from dualeval.errors import UsageError
+from dualeval.models import text_models
+from dualeval.models.generation import is_of_library, logits_of
 from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
@@ -71,3 +74,45 @@ class TextTask(Task):
 
     def sources(self) -> list[Any]:
         return self._model.sources()
+
+
+class CausalTask(TextTask):
+    """A causal language model, which is tried on tokens."""
+
+    # How many tokens it knows; set by ``_try``.
+    _known: int
+    # Whether it has an encoder, which reads the prompts.
+    _is_encoded = False
+
+    def _check_causal(self, logits: Tensor) -> None:
+        """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""
+        first = logits[:, 0].float()
+        if (difference := (first[0] - first[1]).abs().max()) > 1e-5 + 1e-3 * first.abs().max():
+            raise UsageError(
+                f"the model in {self._model.folder} is not causal: the logits of a token differ by "
+                f"{difference:.2g} with the token that follows it, so it sees what it has to predict. Give a "
+                "causal language model, such as one of GPT's or Llama's kind."
+            )
+
+    def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """The logits of some tokens, checked for their shape."""
+        folder, count, shape = self._model.folder, self._known, tuple(tokens.shape)
+        arguments: dict[str, Any] = {"use_cache": False} if is_of_library(model) else {}
+        if self._is_encoded:
+            arguments["decoder_input_ids"] = tokens
+        try:
+            logits = logits_of(text_models.try_out(folder, lambda: model(tokens, **arguments), shape[1]))
+        except UsageError as error:
+            raise UsageError(
+                f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "
+                "model takes fewer tokens: give --max-length."
+            ) from error
+        logits_shape = tuple(getattr(logits, "shape", ()))
+        if len(logits_shape) != 3 or logits_shape[:2] != shape or logits_shape[2] < count:
+            raise UsageError(
+                f"the model in {folder} gave {logits_shape or type(logits).__name__} for tokens of shape "
+                f"{shape}: expected logits of shape {(*shape, count)} or more, as its tokenizer tells "
+                f"{count} tokens apart. Give a model and a tokenizer that belong together."
+            )
+        assert isinstance(logits, Tensor)
+        return logits

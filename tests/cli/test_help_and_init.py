@@ -167,7 +167,11 @@ def test_help_imports_nothing_heavy() -> None:
 # -- ``dualeval init`` and ``dualeval list tasks`` ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", TASKS)
+# The harness's tasks are no data of one's own: there is no file to start them from.
+WITH_START = [name for name in TASKS if name != "lm-eval"]
+
+
+@pytest.mark.parametrize("task", WITH_START)
 def test_init_writes_a_short_file_for_a_task(task: str, tmp_path: Path) -> None:
     text = text_for(task, tmp_path / "mine.py")
     assert 15 <= len(text.splitlines()) <= 32

@@ -73,6 +73,14 @@ PARTS = {
         *("data/squad.py", "data/windows.py", "metrics/spans.py"),
     ),
     "task language-modeling": task("language-modeling", "tasks/language_kinds.py", "data/language_rows.py"),
+    "task lm-eval": Part(
+        files=["tasks/lm_eval", "tasks/options/lm_eval.py", "cli/requests.py"],
+        lines={
+            _OPTIONS: r'    "lm-eval",\n',
+            _TASKS: r"    .*tasks\.lm_eval .*\n",
+            _COMMANDS: r"    .*cli\.requests.*\n",
+        },
+    ),
     "logger tensorboard": logger("tensorboard"),
     "logger wandb": logger("wandb"),
     "logger mlflow": logger("mlflow"),

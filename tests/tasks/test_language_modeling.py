@@ -21,8 +21,7 @@ from dualeval.tasks.options.language_modeling import LanguageModelingOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors
 from tests.vehicles import questions
-from tests.vehicles.causal_models import POSITIONS, TEXTS, choice_rows, prompt_rows, save_causal, write_lines
-from tests.vehicles.made_tokenizers import RIVER
+from tests.vehicles.causal_models import POSITIONS, TEXTS, choice_rows, prompt_rows, write_lines
 
 BATCH = 4
 Made = dict[str, Path]

@@ -16,7 +16,7 @@ import torch
 
 from dualeval.tasks.options import TASKS
 from tests.conftest import BIN, ROOT, Launch
-from tests.vehicles import adapters, causal_models, masked_pictures, questions, texts
+from tests.vehicles import adapters, causal_models, harness_tasks, masked_pictures, questions, texts
 from tests.vehicles.launchers import needs, start
 from tests.vehicles.workers.example_tasks_worker import KILL
 
@@ -59,6 +59,11 @@ JOBS = {
         words="--model lora --batch-size 3 --data prompts.jsonl --temperature 0.9 --top-p 0.8 --stop e "
         "--answers-per-prompt 3 --max-new-tokens 8",
     ),
+    "harness": Job(
+        task="lm-eval",
+        words="--model chat --tasks both,words,pages,numbers --include-path tasks --batch-size 9 "
+        "--bootstrap-iters 100 --apply-chat-template",
+    ),
 }
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
@@ -86,6 +91,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     causal_models.write_texts(folder / "texts")
     causal_models.write_lines(folder / "choices.jsonl", causal_models.choice_rows())
     causal_models.write_lines(folder / "prompts.jsonl", causal_models.prompt_rows())
+    harness_tasks.save_model(folder / "chat")
+    harness_tasks.write_tasks(folder / "tasks")
+    keys: list[dict[str, Any]] = [
+        {"task": task, "document": number, "index": 0}
+        for task in ("words", "numbers")
+        for number in range(13)
+    ]
+    answers = {"words": [-1.5, False], "numbers": "the sea"}
+    causal_models.write_lines(
+        folder / "answers.jsonl", [{**key, "answer": answers[key["task"]]} for key in keys]
+    )
     return folder
 
 
@@ -101,7 +117,8 @@ def bits_of(out: Path) -> dict[str, Any]:
     exports = {path.name: path.read_bytes() for path in sorted(out.glob("*.json"))}
     for name in ("result.json", "job.json", "status.json"):
         del exports[name]
-    rows = pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+    # As text: a NaN is not equal to itself.
+    rows = repr(pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict())
     return {**{name: result[name] for name in names}, **exports, "rows": rows}
 
 
@@ -142,7 +159,9 @@ def test_launchers_and_ranks_change_no_bit(
     assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
 
 
-@pytest.mark.parametrize("name", ["questions", "documents", "prompts"])
+@pytest.mark.parametrize(
+    "name", ["questions", "documents", "prompts", pytest.param("harness", marks=pytest.mark.long)]
+)
 def test_a_killed_run_goes_on_with_more_ranks(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
 ) -> None:
@@ -177,6 +196,7 @@ PAGES = {
         "models/gpt2-b": "gpt2",
         **{name: name for name in ("texts", "choices.jsonl", "prompts.jsonl")},
     },
+    "lm-eval": {"models/gpt2": "chat", "tasks": "tasks", "answers.jsonl": "answers.jsonl"},
 }
 
 

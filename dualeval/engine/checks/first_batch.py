@@ -241,6 +241,8 @@ def _try_files(
             raise UsageError(f"the task's texts have a column {name!r}, and so do its rows. Rename one.")
     write_to_memory(task, dataset, kept, rows, samples.start)
     for file, column in task.exports.items():
+        if callable(column):
+            continue
         try:
             for _ in json_entries(task, dataset, rows, samples.start, column):
                 pass

@@ -29,7 +29,7 @@ SUFFIX = ".journal"
 # A run's token, from ``secrets.token_hex(4)``; the names of partial files have one, too.
 _TOKEN = "[0-9a-f]{8}"
 # Allowed names of a task's own files.
-_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
+_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.jsonl?")
 # Names of this program's files in a journal; any other file there is somebody else's.
 _JOURNAL_FILE = re.compile(rf"{_TOKEN}(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)")
 _SHARES = "shares"

@@ -329,6 +329,8 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
         for key, score in part.scores.items():
             for name in score.columns:
                 column = columns.get(name)
+                if name == score.where and isinstance(column, Text):
+                    continue
                 if column is not None and not (isinstance(column, Tensor) and column.numel() == len(column)):
                     raise UsageError(
                         f"the score of {key!r} reads the column {name!r}, which is {kind_text(column)}. "

@@ -18,6 +18,7 @@ _NAMES = (
     "text-classification",
     "question-answering",
     "language-modeling",
+    "lm-eval",
 )
 
 
@@ -50,3 +51,8 @@ TASKS = _Options()
 def scored() -> dict[str, Any]:
     """Of the tasks whose answers can be had as a file, for ``dualeval score``: the options of that."""
     return {name: kind.scored for name, kind in TASKS.items() if hasattr(kind, "scored")}
+
+
+def requested() -> dict[str, Any]:
+    """Of the tasks whose requests can be written, for ``dualeval requests``: the options of that."""
+    return {name: kind.requested for name, kind in TASKS.items() if hasattr(kind, "requested")}

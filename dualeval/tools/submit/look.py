@@ -73,6 +73,8 @@ def _check_names(task: str, options: Any) -> None:
         if options.weights and is_published_name(options.weights) and entries_of(name):
             entry_named(name, options.weights)
         named_preprocessing(options.preprocessing, f"--preprocessing {options.preprocessing}")
+    if getattr(options, "metrics_need_data", False):
+        return
     *others, last = _DECIDED[task]
     for name in options.metric:
         for decided in others:

@@ -1,0 +1,242 @@
+"""The task lm-eval: tasks of lm-evaluation-harness, with its prompts and figures, answered by one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import Unpack
+
+from dualeval.columns.ragged import Column, Ragged
+from dualeval.data.cache import DataCache
+from dualeval.data.token_groups import refuse_unknown
+from dualeval.errors import UsageError
+from dualeval.metrics import Count
+from dualeval.models import text_models
+from dualeval.models.generation import NONE, Way, way_of
+from dualeval.models.model_errors import first_line
+from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
+from dualeval.options.fields import of_python, with_keywords
+from dualeval.tasks.keywords import LmEvalKeywords
+from dualeval.tasks.lm_eval.base import HarnessTask
+from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING, Answers
+from dualeval.tasks.lm_eval.library import Document, Loaded, check_installed
+from dualeval.tasks.lm_eval.requests import EncodedRequests, ends_of, scores_of, tokens_after
+from dualeval.tasks.options.lm_eval import LmEvalOptions
+from dualeval.tasks.text_task import CausalTask, Model
+
+USE = text_models.Use(name="tasks of the harness", kind="AutoModelForCausalLM")
+# Tokens of the longest text that a model is tried with before the loop.
+_MOST_TRIED = 2048
+# Tokens of the texts that a way of continuing them is tried on.
+_FEW = 8
+
+
+class LmEval(HarnessTask, CausalTask):
+    """Tasks of lm-evaluation-harness (lm_eval), answered by a causal language model.
+
+    Args:
+        model: a folder with a model and its tokenizer, as ``save_pretrained`` writes them; or a module, or a
+            function without arguments that returns one.
+        tasks: names of tasks, groups and tags.
+        tokenizer: the folder of the tokenizer, where the model is no folder.
+        metrics: names of metrics; none for all.
+        cache: what other tasks of the run have found.
+        options: the others of ``dualeval run``, by the same names (docs/lm-eval.md): weights, weights_key,
+            weights_prefix, trust_checkpoint, include_path, trust_tasks, limit, num_fewshot,
+            apply_chat_template, fewshot_as_multiturn, system, max_length, bootstrap_iters, keep.
+
+    Raises:
+        UsageError: options, model, tokenizer and tasks do not fit together, or a task would run code.
+        TypeError: there is no such option.
+    """
+
+    _counts = (Count("cut", name="cut_contexts"),)
+    # The tokens that end a text, and how the model is continued; known when it is built.
+    _stops: Sequence[int] = ()
+    _way: Way | None = None
+
+    @with_keywords(LmEvalKeywords, LmEvalOptions)
+    def __init__(
+        self,
+        *,
+        model: Model,
+        tasks: Sequence[str],
+        tokenizer: str | Path | None = None,
+        metrics: Sequence[str] = (),
+        cache: DataCache | None = None,
+        **options: Unpack[LmEvalKeywords],
+    ) -> None:
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            LmEvalOptions(metric=(), **options)  # type: ignore[arg-type]
+        check_installed()
+        names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+        settings = of_python(LmEvalOptions, options, metrics, model=Path(), tasks=names)
+        CausalTask.__init__(self, model, tokenizer, USE, settings)
+        library = text_models.read_tokenizer(self._model.folder, USE)
+        self._tokens = text_models.CausalTokens(library, self._model.folder)
+        self._max_length = self._length(model, library, settings.max_length)
+        template = template_of(library, self._model.folder) if settings.apply_chat_template else None
+        loaded = Loaded(settings, template, cache)
+        self._encoded = EncodedRequests(loaded.documents, settings.keep, self._tokens, self._max_length)
+        text = library.chat_template if template is not None else None
+        self._set_up(settings, loaded, self._encoded, str(self._model.folder), text)
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ("lm_eval", *super().libraries)
+
+    def _length(self, model: Model, tokenizer: Any, asked: int | None) -> int:
+        """How many tokens the model sees at once: as the harness finds it, or as asked."""
+        from lm_eval.models.utils import resolve_max_length
+
+        config = getattr(model, "config", None)
+        if config is None:
+            with quiet():
+                try:
+                    folder = self._model.base
+                    config = transformers_for(USE.name).AutoConfig.from_pretrained(folder, **LOCAL)
+                except (OSError, ValueError):  # a folder of a tokenizer alone; of a model it is said later
+                    pass
+        known: int = resolve_max_length(config, tokenizer)
+        if asked is not None and config is not None and asked > known:
+            raise UsageError(
+                f"--max-length {asked} is more than the {known} positions of the model in "
+                f"{self._model.folder}. Give a smaller one."
+            )
+        return asked or known
+
+    def _try(self, model: nn.Module, device: torch.device) -> None:
+        self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
+        self._check_causal(self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]])))
+        length = min(self._max_length, _MOST_TRIED)
+        width = self._try_out(model, torch.zeros((1, length), dtype=torch.int64)).shape[2]
+        stops = text_models.end_tokens(model, self._tokens.ends)
+        self._ends = [
+            ends_of(self._tokens, each, stops, width).to(device) for each in self._encoded.generations
+        ]
+        self._stops = stops
+        if self._ends:
+            self._way = way_of(model, torch.arange(2 * min(_FEW, length)).view(2, -1) % self._known)
+        self._other_search = text_models.changes_of_search(model) if self._ends else []
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        batch = self._encoded.collate(samples)
+        ids = [each[name] for each in batch["groups"] for name in ("inputs", "targets")]
+        ids += [prompts for each in batch["generated"] for prompts in each["groups"]]
+        refuse_unknown(ids, self._known)
+        return batch
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        scored = [scores_of(model, group) for group in batch["groups"]]
+        kinds = [
+            (self._ends[each["kind"]], self._encoded.generations[each["kind"]].most, each["groups"])
+            for each in batch["generated"]
+        ]
+        return scored, [
+            [tokens_after(model, p, ends, most, self._way) for p in groups] for ends, most, groups in kinds
+        ]
+
+    def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        """Of each document its sequences' log-likelihoods, and the tokens of its texts, on the device."""
+        scored, generated = outputs
+        places, device = batch["places"], batch["cut"].device
+        lls = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *(each for each, _ in scored)])
+        likeliest = torch.cat(
+            [torch.zeros(0, dtype=torch.bool, device=device), *(each for _, each in scored)]
+        )
+        tokens = [generated[kind][group][row] for kind, group, row in batch["order"]]
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return {
+            "lls": Ragged(lls[places], batch["sequences"]),
+            "likeliest": Ragged(likeliest[places], batch["sequences"]),
+            "tokens": Ragged(torch.cat([none, *tokens]), batch["new_tokens"]),
+            "windows": Ragged(batch["windows"], batch["scored"]),
+            "cut": batch["cut"],
+        }
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
+        parts = [columns[name].tolist() for name in ("lls", "likeliest", "tokens", "windows")]
+        answers = {
+            index: self._answers(self._dataset.documents[index], *of_one)
+            for index, *of_one in zip(samples, *parts, strict=True)
+            if of_one[0] or of_one[2]  # of one that could not be read there is nothing
+        }
+        return {**self._columns(samples, answers), "cut": columns["cut"]}
+
+    def _answers(
+        self,
+        document: Document,
+        lls: list[float],
+        likeliest: list[bool],
+        tokens: list[int],
+        windows: list[int],
+    ) -> Answers:
+        """A document's answers, of what observe has: a rolling request has several sequences."""
+        answers: list[list[Any]] = []
+        place = at = 0
+        counts = iter(windows)
+        for request in document.requests:
+            if request.request_type == GENERATE:
+                generation = self._encoded.generation_of(request)
+                ids = tokens[at : at + generation.most]
+                at += generation.most
+                kept = [each for each in ids if each not in (NONE, *self._stops)]
+                answers.append([generation.cut(self._tokens.text(kept))] * request.repeats)
+            else:
+                count = next(counts)
+                total = sum(lls[place : place + count])
+                answer = total if request.request_type == ROLLING else (total, likeliest[place])
+                answers.append([answer] * request.repeats)
+                place += count
+        return answers
+
+    def data_warnings(self) -> list[str]:
+        asked = ", ".join(self._other_search)
+        begin = f"the model's generation_config asks for {asked}, which is not done here: texts are plain "
+        search = f"{begin}greedy ones, and may differ from those of the harness"
+        return [*super().data_warnings(), *([search] if asked else [])]
+
+    def options(self) -> dict[str, Any]:
+        return {**self._model.options(), **super().options(), "max_length": self._max_length}
+
+    def description(self) -> dict[str, str]:
+        return {**self._model.description(), **super().description()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            **super().fingerprint(),
+            "config": self._model.fingerprint(),
+            "tokenizer": self._tokens.fingerprint(),
+            "stops": self._stops,
+            "max_length": self._max_length,
+        }
+
+
+def template_of(tokenizer: Any, folder: Path) -> Callable[..., str]:
+    """How the tokenizer writes a chat, as the harness has it write."""
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"--apply-chat-template: the tokenizer in {folder} has no chat template. Leave it out, or give "
+            "the folder of a model for chats."
+        )
+
+    def written(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        more = {"add_generation_prompt": add_generation_prompt}
+        if not add_generation_prompt:
+            more["continue_final_message"] = True
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
+        except Exception as error:
+            plain = [each for each in messages if each["role"] != "system"]
+            if type(error).__name__ != "TemplateError" or len(plain) == len(messages):
+                raise UsageError(
+                    f"--apply-chat-template: the template of {folder} fails: {first_line(error)}"
+                ) from error
+            # As the harness does: a template that takes no system message gets none.
+            return str(tokenizer.apply_chat_template(plain, tokenize=False, **more))
+
+    return written

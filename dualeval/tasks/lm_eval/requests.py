@@ -1,0 +1,243 @@
+"""Requests of the harness as tokens, and what a causal model answers: as its own model class does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns, WithColumns
+from dualeval.data.token_groups import collate_prompts, collate_sequences
+from dualeval.errors import UsageError
+from dualeval.models.generation import Way, greedy, is_of_library, logits_of
+from dualeval.models.text_models import CausalTokens
+from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING
+from dualeval.tasks.lm_eval.library import Document, as_text
+
+_MOST_NEW = 256
+# What a task may say of how text is generated, beside what changes nothing without sampling.
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
+
+
+class Generation:
+    """How the texts of a task's requests are generated: greedily, cut at the first of its stops."""
+
+    def __init__(self, document: Document, settings: Mapping[str, Any], end: str) -> None:
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+        given = normalize_gen_kwargs(dict(settings), _MOST_NEW)
+        if other := sorted(given.keys() - _KNOWN):
+            raise UsageError(
+                f"task {document.task} generates with {other[0]} {given[other[0]]!r}, which is not done "
+                "here: leave it out in a YAML of your own that includes the task's."
+            )
+        if given["do_sample"]:
+            raise UsageError(
+                f"task {document.task} draws its texts at random (do_sample, temperature "
+                f"{given.get('temperature')}), and here they are the likeliest ones. Have another program "
+                "answer: dualeval requests, then dualeval score."
+            )
+        self.most: int = given["max_gen_toks"]
+        self.stops = tuple(each for each in handle_stop_sequences([*given["until"]], eos=end) if each)
+
+    def cut(self, text: str) -> str:
+        from lm_eval.models.utils import postprocess_generated_text
+
+        return str(postprocess_generated_text(text, [*self.stops], None))
+
+
+class Requests(WithColumns):
+    """Documents with their requests, as a data set: a sample is a document."""
+
+    def __init__(self, documents: Sequence[Document], keep: Sequence[str]) -> None:
+        self.documents = documents
+        self.kept = _kept(documents, keep)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def id(self, index: int) -> str:
+        return self.documents[index].name
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [{"document": index} for index in indices]
+
+    def placeholder(self, index: int) -> Any:
+        return {"document": None}
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over the first documents with their prompts."""
+        digest = hashlib.sha256()
+        for document in self.documents[:count]:
+            for request in document.requests:
+                content = (document.name, request.request_type, request.args, request.repeats, request.doc)
+                digest.update(as_text(content).encode())
+        return digest.hexdigest()
+
+
+def _kept(documents: Sequence[Document], keep: Sequence[str]) -> KeptColumns:
+    """The fields of documents that are short texts or numbers, for groups."""
+    rows = [each.requests[0].doc for each in documents]
+    rows = [row if isinstance(row, dict) else {} for row in rows]
+    plain = (bool, int, float, str, type(None))
+    fields = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, plain))
+    if not fields:
+        return NO_COLUMNS
+    columns = FurtherColumns([*fields], (), keep)
+    columns.take({name: [row.get(name) for row in rows] for name in columns.names})
+    return columns.kept()
+
+
+class EncodedRequests(Requests):
+    """Requests as tokens of one model."""
+
+    def __init__(
+        self, documents: Sequence[Document], keep: Sequence[str], tokens: CausalTokens, max_length: int
+    ) -> None:
+        super().__init__(documents, keep)
+        self.tokens, self.max_length = tokens, max_length
+        # A text that begins so gets no further token of the beginning.
+        self._prefix = tokens.fast.decode([tokens.prefix], skip_special_tokens=False)
+        end = "".join(tokens.fast.decode(tokens.ends, skip_special_tokens=False))
+        self.generations: list[Generation] = []
+        self._places: dict[str, int] = {}
+        for document in documents:
+            for request in document.requests:
+                if request.request_type == GENERATE and (key := as_text(request.args[1])) not in self._places:
+                    self._places[key] = len(self.generations)
+                    self.generations.append(Generation(document, request.args[1], end))
+        for each in self.generations:
+            if each.most >= max_length:
+                raise UsageError(
+                    f"a task asks for {each.most} new tokens (max_gen_toks), and the model sees {max_length} "
+                    "at once (--max-length): no prompt has room. Set max_gen_toks in a YAML of your own that "
+                    "includes the task's."
+                )
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self._encoded(self.documents[index]) for index in indices]
+
+    def placeholder(self, index: int) -> Any:
+        return {"requests": [], "cut": False}
+
+    def generation_of(self, request: Any) -> Generation:
+        """How the text of a request is generated."""
+        return self.generations[self._places[as_text(request.args[1])]]
+
+    def _encoded(self, document: Document) -> dict[str, Any]:
+        encoded, cut = [], False
+        for request in document.requests:
+            if request.request_type == GENERATE:
+                place = self._places[as_text(request.args[1])]
+                tokens = self._encode(request.args[0])
+                kept = tokens[-(self.max_length - self.generations[place].most) :]
+                encoded.append({"prompt": torch.tensor(kept, dtype=torch.int32), "kind": place})
+                cut = cut or len(kept) < len(tokens)
+                continue
+            pairs = self._windows(*request.args) if request.request_type == ROLLING else None
+            sequences = []
+            for before, after in pairs or [self._pair(*request.args)]:
+                if not 0 < len(after) <= self.max_length:
+                    raise UsageError(
+                        f"{document.name}: request {len(encoded)} is {len(after)} tokens after its context, "
+                        f"expected 1 to {self.max_length} (--max-length)"
+                    )
+                whole = torch.tensor([*before, *after], dtype=torch.int32)
+                cut = cut or len(whole) > self.max_length + 1
+                sequences.append((whole[-self.max_length - 1 :], len(after)))
+            encoded.append({"sequences": sequences})
+        return {"requests": encoded, "cut": cut}
+
+    def _encode(self, text: str, *, plain: bool = False) -> list[int]:
+        special = not (plain or text.startswith(self._prefix))
+        ids: list[int] = self.tokens.fast.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As ``loglikelihood`` and ``_encode_pair`` in lm_eval/api/model.py."""
+        if not context:
+            after = self._encode(continuation, plain=True)
+            return (
+                ([self.tokens.prefix], after) if after[:1] != [self.tokens.prefix] else (after[:1], after[1:])
+            )
+        stem = context.rstrip()
+        before = self._encode(stem)
+        return before, self._encode(context + continuation)[len(before) :]
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """As ``loglikelihood_rolling`` in lm_eval/models/huggingface.py."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows = get_rolling_token_windows(
+            token_list=self._encode(text),
+            prefix_token=self.tokens.prefix,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        return [make_disjoint_window(each) for each in windows]
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """A batch: sequences and prompts in groups, and which of them are whose."""
+        requests = [each["requests"] for each in samples]
+        windows = [[len(r["sequences"]) for r in of_one if "sequences" in r] for of_one in requests]
+        scored = [[s for r in of_one if "sequences" in r for s in r["sequences"]] for of_one in requests]
+        prompts = [r for of_one in requests for r in of_one if "prompt" in r]
+        generated: list[dict[str, Any]] = []
+        order: list[tuple[int, int, int]] = [(0, 0, 0)] * len(prompts)
+        for kind in sorted({each["kind"] for each in prompts}):
+            places = [place for place, each in enumerate(prompts) if each["kind"] == kind]
+            most = self.generations[kind].most
+            joined = collate_prompts([prompts[place]["prompt"] for place in places], most)
+            rows = [
+                (number, row) for number, group in enumerate(joined["groups"]) for row in range(len(group))
+            ]
+            for place, at in zip(places, joined["places"].tolist(), strict=True):
+                order[place] = (len(generated), *rows[at])
+            generated.append({"kind": kind, "groups": joined["groups"]})
+        return {
+            **collate_sequences(scored),
+            "generated": generated,
+            "order": order,
+            "sequences": torch.tensor([len(each) for each in scored], dtype=torch.int64),
+            # Of each request how many sequences it has, and of each document how many such requests.
+            "windows": torch.tensor([count for each in windows for count in each], dtype=torch.int64),
+            "scored": torch.tensor([len(each) for each in windows], dtype=torch.int64),
+            "new_tokens": torch.tensor(
+                [
+                    sum(self.generations[r["kind"]].most for r in of_one if "prompt" in r)
+                    for of_one in requests
+                ],
+                dtype=torch.int64,
+            ),
+            "cut": torch.tensor([each["cut"] for each in samples]),
+        }
+
+
+def scores_of(model: nn.Module, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of each row the log-likelihood of its predicted tokens, float64, and whether each was the likeliest."""
+    logits = logits_of(model(group["inputs"], **({"use_cache": False} if is_of_library(model) else {})))
+    lls, likeliest = [], []
+    for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True):
+        wanted, found = targets[first:stop], row[first:stop].float()
+        lls.append(-cross_entropy(found, wanted, reduction="none").double().sum())
+        likeliest.append((found.argmax(1) == wanted).all())
+    return torch.stack(lls), torch.stack(likeliest)
+
+
+def tokens_after(model: nn.Module, prompts: Tensor, ends: Tensor, most: int, way: Way | None) -> Tensor:
+    """The tokens that follow each prompt, (prompts, most); -1 behind the last of each."""
+    return greedy(model, prompts, ends, most, way=way)[0]
+
+
+def ends_of(tokens: CausalTokens, generation: Generation, stops: Sequence[int], count: int) -> Tensor:
+    """Which of ``count`` tokens end a text: the model's, and those that hold a stop of the task."""
+    ends = torch.zeros(count, dtype=torch.bool)
+    ends[[each for each in stops if each < count]] = True
+    for token in range(min(count, tokens.count)):
+        text = tokens.fast.decode([token])
+        ends[token] |= any(stop in text for stop in generation.stops)
+    return ends
