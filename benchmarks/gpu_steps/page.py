@@ -20,9 +20,6 @@ from dualeval.launch.launchers.slurm import expand_hosts
 from dualeval.report.anonymous import Names
 from gpu_steps.trial import FAILED, NOT_HERE, PASSED, Step
 
-# What decides whether parts are of one machine and one source.
-_OF_A_PART = ("card", "source")
-
 
 def body(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> str:
     """The page behind its first lines."""
@@ -36,6 +33,7 @@ def body(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> str:
     sections = [f"## Step {part['step']}\n\n{text}" for part in parts for text in part["sections"]]
     texts = [
         _about(parts[0]["card"]),
+        _when(parts),
         *_differing(parts),
         f"{found}.",
         *_not_whole(parts, steps),
@@ -56,14 +54,28 @@ def _about(card: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in card.items()) + "."
 
 
+def _when(parts: Sequence[Mapping[str, Any]]) -> str:
+    """When the steps were begun, and how busy the machine was; on a busy one speeds say little."""
+    times = sorted(str(part["utc"])[:16].replace("T", " ") for part in parts)
+    loads = sorted(part["machine"]["load_average"][0] for part in parts)
+    cores = parts[0]["machine"]["cores"]
+    busy = " **The machine was busy: speeds and efficiencies say little.**" if loads[-1] > cores else ""
+    return (
+        f"Steps begun from {times[0]} to {times[-1]} UTC, at load averages of {loads[0]:g} to {loads[-1]:g} "
+        f"on {cores} cores.{busy}"
+    )
+
+
 def _differing(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which steps were measured elsewhere, or with other source, than the first one."""
-    first = parts[0]
-    others = [part for part in parts if any(part[name] != first[name] for name in _OF_A_PART)]
-    if not others:
+    """Which steps were measured on which machine, with which source, where these are several."""
+    alike: dict[str, list[str]] = {}
+    for part in parts:
+        card = f"{part['card']['name']}, " if part["card"] else ""
+        alike.setdefault(f"{card}source {part['source']}", []).append(part["step"])
+    if len(alike) == 1:
         return []
-    told = "; ".join(f"{part['step']}: {_about(part['card'])} Source {part['source']}" for part in others)
-    return [f"**Not all steps are of one machine and source** (here {first['source']}): {told}."]
+    told = "; ".join(f"{of}: {', '.join(names)}" for of, names in alike.items())
+    return [f"**Not all steps are of one machine and source.** {told}."]
 
 
 def _not_whole(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> list[str]:

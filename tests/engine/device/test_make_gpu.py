@@ -134,7 +134,7 @@ def test_a_step_that_was_cut_off_is_named_and_run_again(gpu: Any, steps: list[st
     ]
     text = page.body(read, list(gpu.STEPS.values()))
     assert "- passes was cut off after 1 rows.\n" in text
-    assert "**Not all steps are of one machine and source** (here other): b: **On CPUs" in text
+    assert "**Not all steps are of one machine and source.** source other: passes; source s: b.\n" in text
     gpu.main(own)
     assert steps == ["passes", "passes"]
 
