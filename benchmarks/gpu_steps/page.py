@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,14 @@ def write_page(
     title = f"make gpu: {card['name']}" if card else "make gpu, tried on CPUs"
     name = "gpu" if card else "gpu-on-cpu"
     pictures = sorted(folder.glob("*.png"))
+    # As the page is named.
+    of_page = f"{name}-{datetime.now(timezone.utc):%Y-%m-%d}"
     text = names.clean(body(cleaned, steps))
     for picture in pictures:
-        text = text.replace(f"({picture.name})", f"({name}-{picture.name})")
+        text = text.replace(f"({picture.name})", f"({of_page}-{picture.name})")
     results.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
-        shutil.copy(picture, results / f"{name}-{picture.name}")
+        shutil.copy(picture, results / f"{of_page}-{picture.name}")
     figures = {"card": card, "parts": cleaned}
     write_results(name, title, text, figures, dict(parts[0]["machine"]), results, names.clean)
 

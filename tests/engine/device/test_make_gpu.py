@@ -233,4 +233,4 @@ def test_all_steps_on_a_cpu(launch: Launch, tmp_path: Path) -> None:
     assert finished.returncode == 0, text + finished.stderr
     assert " passed, 0 failed, " in text and "- Not run" not in text and "was cut off" not in text
     assert socket.gethostname() not in re.findall(r"[\w.-]+", text)
-    assert [*tmp_path.glob("gpu-on-cpu-seeds-speedup.png")]
+    assert [*tmp_path.glob("gpu-on-cpu-*-seeds-speedup.png")]
