@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,6 @@ from common import ROOT, table, write_results
 from dualeval.launch.launchers.srun import expand_hosts
 from dualeval.report.anonymous import Names
 from gpu_steps.trial import FAILED, NOT_HERE, PASSED, Step
-
-# What decides whether parts are of one machine and one source.
-_OF_A_PART = ("card", "source")
 
 
 def body(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> str:
@@ -36,6 +34,7 @@ def body(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> str:
     sections = [f"## Step {part['step']}\n\n{text}" for part in parts for text in part["sections"]]
     texts = [
         _about(parts[0]["card"]),
+        _when(parts),
         *_differing(parts),
         f"{found}.",
         *_not_whole(parts, steps),
@@ -56,14 +55,28 @@ def _about(card: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in card.items()) + "."
 
 
+def _when(parts: Sequence[Mapping[str, Any]]) -> str:
+    """When the steps were begun, and how busy the machine was; on a busy one speeds say little."""
+    times = sorted(str(part["utc"])[:16].replace("T", " ") for part in parts)
+    loads = sorted(part["machine"]["load_average"][0] for part in parts)
+    cores = parts[0]["machine"]["cores"]
+    busy = " **The machine was busy: speeds and efficiencies say little.**" if loads[-1] > cores else ""
+    return (
+        f"Steps begun from {times[0]} to {times[-1]} UTC, at load averages of {loads[0]:g} to {loads[-1]:g} "
+        f"on {cores} cores.{busy}"
+    )
+
+
 def _differing(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which steps were measured elsewhere, or with other source, than the first one."""
-    first = parts[0]
-    others = [part for part in parts if any(part[name] != first[name] for name in _OF_A_PART)]
-    if not others:
+    """Which steps were measured on which machine, with which source, where these are several."""
+    alike: dict[str, list[str]] = {}
+    for part in parts:
+        card = f"{part['card']['name']}, " if part["card"] else ""
+        alike.setdefault(f"{card}source {part['source']}", []).append(part["step"])
+    if len(alike) == 1:
         return []
-    told = "; ".join(f"{part['step']}: {_about(part['card'])} Source {part['source']}" for part in others)
-    return [f"**Not all steps are of one machine and source** (here {first['source']}): {told}."]
+    told = "; ".join(f"{of}: {', '.join(names)}" for of, names in alike.items())
+    return [f"**Not all steps are of one machine and source.** {told}."]
 
 
 def _not_whole(parts: Sequence[Mapping[str, Any]], steps: Sequence[Step]) -> list[str]:
@@ -89,12 +102,14 @@ def write_page(
     title = f"make gpu: {card['name']}" if card else "make gpu, tried on CPUs"
     name = "gpu" if card else "gpu-on-cpu"
     pictures = sorted(folder.glob("*.png"))
+    # As the page is named.
+    of_page = f"{name}-{datetime.now(timezone.utc):%Y-%m-%d}"
     text = names.clean(body(cleaned, steps))
     for picture in pictures:
-        text = text.replace(f"({picture.name})", f"({name}-{picture.name})")
+        text = text.replace(f"({picture.name})", f"({of_page}-{picture.name})")
     results.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
-        shutil.copy(picture, results / f"{name}-{picture.name}")
+        shutil.copy(picture, results / f"{of_page}-{picture.name}")
     figures = {"card": card, "parts": cleaned}
     write_results(name, title, text, figures, dict(parts[0]["machine"]), results, names.clean)
 
