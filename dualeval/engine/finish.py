@@ -209,6 +209,7 @@ class _Ended:
         findings = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
         remaining = self._previous.chunks.remaining
+        batches = sum(len(plan.chunk_batches(chunk)) for chunk in remaining)
         looked = [unlike for report in reports for unlike in report["unlike"]]
         return Result(
             metrics={},
@@ -252,7 +253,7 @@ class _Ended:
                 "setup_s": self._loop.setup_s,
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
-                "limited_by": limited_by(reports, plan.num_batches, run.device.type),
+                "limited_by": limited_by(reports, batches, run.device.type),
             },
             samples_per_s=plan.samples_in(remaining) / evaluate_s,
             warnings=[

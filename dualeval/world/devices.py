@@ -89,15 +89,13 @@ def take_device(
     device = _CPU if gpu is None else torch.device("cuda", gpu.number)
     near: list[int] = []
     if any(chosen):
-        own = {"problem": None, "near": []} if gpu is None else _tried(device)
+        own = {"problem": None, "near": [], "host": ""} if gpu is None else _tried(device)
         reports = backend.all_gather_json(own)
         _refuse_broken(everyone, chosen, [report["problem"] for report in reports])
-        by_rank = [
-            Cores(host=sight.host, numbers=report["near"])
-            for sight, report in zip(everyone, reports, strict=True)
-        ]
-        # GPUs of all ranks may be near the same few cores.
-        near = own["near"] if share_of_cores(by_rank[backend.world.rank], by_rank) >= cores else []
+        # GPUs of several ranks may be near the same few cores.
+        others = [each["near"] for each in reports if each["host"] == own["host"]]
+        sharing = sum(not set(own["near"]).isdisjoint(each) for each in others)
+        near = own["near"] if len(own["near"]) >= cores * sharing else []
     has_chosen = not backend.owns_group and (computes or ":" in (wanted or ""))
     if gpu is not None and not has_chosen:
         # Allocations on "cuda" and pinned memory use the current device, by default 0 on all ranks.
@@ -242,6 +240,7 @@ def _tried(device: torch.device) -> dict[str, Any]:
     near = [] if -1 in place else cores_near("{:04x}:{:02x}:{:02x}.0".format(*place))
     return {
         "problem": _problem_with(device),
+        "host": host_identity(),
         "near": [core for core in near if core in os.sched_getaffinity(0)],
     }
 

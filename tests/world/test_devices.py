@@ -186,6 +186,8 @@ def test_two_ranks_on_one_gpu_and_two_slices_of_one_are_known(
         # Of two sockets with four cores, ranks 0 and 1 at the first one; or all at the first.
         ([0, 1, 2, 3], [[0, 1, 2, 3], [4, 5], [4, 5]], 2, [0, 1, 2, 3]),
         ([0, 1, 2, 3], [[0, 1, 2, 3]] * 3, 2, []),
+        # A quarter of a core is not one.
+        ([0, 1], [[0, 1]] * 7, 1, []),
         # Of cores that are not this process's, none counts.
         ([3, 98, 99], [], 1, [3]),
         ([98, 99], [], 1, []),

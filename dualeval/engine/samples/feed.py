@@ -462,8 +462,10 @@ def _begin_reading(collects: bool, cores: Sequence[int]) -> None:
     """Set up a reading process, before it reads."""
     # Also when the parent is killed: a reader that hangs in a read would outlive it.
     end_with_parent(signal.SIGKILL)
-    if cores:
-        os.sched_setaffinity(0, cores)
+    # They may have been taken from this process meanwhile: reading elsewhere is as right.
+    with suppress(OSError):
+        if cores:
+            os.sched_setaffinity(0, cores)
     # Objects from before the fork are not collected here: a forked process dies when it frees GPU memory.
     gc.freeze()
     if collects:

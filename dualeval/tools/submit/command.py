@@ -153,6 +153,8 @@ def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **aske
     has_cores = job.cpus_per_task or any(_long(word).startswith("--cpus-per-") for word in job.sbatch_option)
     if workers and job.gpus_per_node and not has_cores:
         job = replace(job, cpus_per_task=cores_for(workers))
+        count = f"{job.cpus_per_task} cores a rank, by --workers {workers}"
+        click.echo(f"asks for {count}; --cpus-per-task N asks for others", err=True)
     if job.shares is not None:
         if "%a" in str(flags["out"]):
             raise UsageError(f"--out {flags['out']}: all shares use one folder, and %a differs for each")
