@@ -122,7 +122,9 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     forms = [(place, part.nbytes, part.dtype, part.shape) for place, part in packed]
     package = torch.empty(0)
     if packed:
-        on_device = accelerator.joined([part.reshape(-1).view(torch.uint8) for _, part in packed])
+        # Torch calls one number, and none, contiguous whatever their strides are, and keeps these in a view.
+        flat = [part.as_strided((part.numel(),), (1,)) for _, part in packed]
+        on_device = accelerator.joined([part.view(torch.uint8) for part in flat])
         package = accelerator.pinned(on_device)
         accelerator.start_copy(on_device, package)
         for place, _ in packed:
