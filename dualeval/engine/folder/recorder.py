@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -200,7 +202,8 @@ class Recorder:
     """Takes the batches of one rank, chunk by chunk, and folds whole chunks.
 
     One thread adds; another may flush, so that finished work is saved even if the first thread hangs. With
-    ``beside`` whole chunks are folded by the thread that writes them, while the first one launches batches.
+    ``beside``, which makes a device current in a thread, whole chunks are folded by the thread that writes
+    them, while the first one launches batches.
     """
 
     def __init__(
@@ -211,9 +214,11 @@ class Recorder:
         writer: JournalWriter | MemoryWriter,
         progress: Progress | None = None,
         *,
-        beside: bool = False,
+        beside: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._beside = beside
+        # A caller's, as its decimal precision: a thread begins with none of its own.
+        self._context = copy_context()
         self._plan = plan
         self._metrics = tuple(metrics)
         self._names = tuple(rows)
@@ -377,9 +382,10 @@ class Recorder:
         assert file is not None
         try:
             if isinstance(file, _Part):
+                assert self._beside is not None
                 # As in the thread that adds: what a caller's inference mode has made is written only in it.
-                with torch.inference_mode(is_inference):
-                    file = self._file = self._folded(file)
+                with self._beside(), torch.inference_mode(is_inference):
+                    file = self._file = self._context.run(self._folded, file)
             self.writer.write(*file)
             # A ledger made in inference mode can be written only in it, and threads start outside of it.
             with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import decimal
 import gc
 import subprocess
 import threading
@@ -313,6 +314,33 @@ def test_a_fold_that_fails_in_its_thread_ends_the_run(
     assert not [each for each in threading.enumerate() if each.name.startswith("dualeval-")]
 
 
+def test_a_fold_in_its_thread_is_as_in_the_callers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric that asks for "cuda" gets the rank's; and one that computes with decimals, their precision."""
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 16)
+    current, met = threading.local(), set()
+
+    class Current(Played):
+        @contextmanager
+        def as_current(self) -> Iterator[None]:
+            current.device = self
+            yield
+            del current.device
+
+    class Noting(Mean):
+        def update(self, ledger: Tensor, columns: Any) -> None:
+            met.add((threading.current_thread().name, hasattr(current, "device"), decimal.getcontext().prec))
+            super().update(ledger, columns)
+
+    class NotingTask(PlayedTask):
+        def metrics(self) -> list[Any]:
+            return [Noting("loss")]
+
+    device = play(Current())
+    with decimal.localcontext(prec=50):
+        evaluate(NotingTask(60, device), batch_size=8, workers=0, guest=True)
+    assert met == {("MainThread", True, 50), ("dualeval-journal", True, 50)}
+
+
 def test_a_stop_keeps_the_chunk_in_hand_and_leaves_the_next(
     tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,9 +375,10 @@ def test_a_guests_device_is_current_while_it_computes(play: Play, guest: bool) -
     class Current(Played):
         @contextmanager
         def as_current(self) -> Iterator[None]:
-            log.append("in")
+            is_main = threading.current_thread() is threading.main_thread()
+            log.extend(["in"] * is_main)
             yield
-            log.append("out")
+            log.extend(["out"] * is_main)
 
     class Noting(PlayedTask):
         def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
