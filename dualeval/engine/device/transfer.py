@@ -108,7 +108,10 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     packed: list[tuple[int, Tensor]] = []
     for place, part in enumerate(parts):
         if not is_plain(part, accelerator.device):
-            parts[place] = part.cpu() if isinstance(part, Tensor) else part
+            if isinstance(part, Tensor):
+                # The user may write the next batch into this memory of the host. Into pinned memory a copy
+                # of the user's own may still be on its way, for which ``wait`` waits.
+                parts[place] = part if part.is_pinned() else part.cpu().clone()
             continue
         # Torch conjugates or negates some views only when it reads them; a raw copy would miss that.
         part = part.resolve_conj().resolve_neg()

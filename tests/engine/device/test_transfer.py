@@ -408,6 +408,24 @@ def test_a_column_of_an_earlier_batch_stays() -> None:
     assert [wait()["x"].tolist() for wait in pending] == [[number] * 5 for number in range(8)]
 
 
+class Pinned(Tensor):
+    def is_pinned(self, *_: Any) -> bool:
+        return True
+
+
+def test_a_column_on_the_host_is_that_of_its_batch() -> None:
+    device = Played()
+    device.device = torch.device("meta")  # so that a CPU's tensors are not the device's
+    memory, arriving = torch.zeros(3), torch.zeros(3).as_subclass(Pinned)
+    pending = []
+    for number in range(3):
+        memory.fill_(number)
+        pending.append(start_download(device, {"x": memory, "y": arriving}))
+    arriving.fill_(7)  # the end of a copy of the user's own, which was begun before
+    assert [wait()["x"].tolist() for wait in pending] == [[number] * 3 for number in range(3)]
+    assert pending[0]()["y"].tolist() == [7] * 3
+
+
 TENSORS = {
     "float32": torch.rand(3, 4),
     "bfloat16": torch.rand(3, 4).bfloat16(),
