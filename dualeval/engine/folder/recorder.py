@@ -250,6 +250,9 @@ class Recorder:
         self._file: _Part | _File | None = None
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
+        # Not while that thread folds.
+        self._is_folded = threading.Event()
+        self._is_folded.set()
 
     @property
     def folder(self) -> Path | None:
@@ -374,6 +377,8 @@ class Recorder:
             write()
             return
         # In a thread: a slow disk delays nothing but the next file.
+        if isinstance(self._file, _Part):
+            self._is_folded.clear()
         self._writing = threading.Thread(target=write, name="dualeval-journal", daemon=True)
         self._writing.start()
 
@@ -386,6 +391,7 @@ class Recorder:
                 # As in the thread that adds: what a caller's inference mode has made is written only in it.
                 with self._beside(), torch.inference_mode(is_inference):
                     file = self._file = self._context.run(self._folded, file)
+                self._is_folded.set()
             self.writer.write(*file)
             # A ledger made in inference mode can be written only in it, and threads start outside of it.
             with torch.inference_mode():
@@ -394,6 +400,8 @@ class Recorder:
             self._file = None
         except BaseException as error:  # noqa: BLE001 - raised where the file is waited for
             self._problem = error
+        finally:
+            self._is_folded.set()
 
     def _await_file(self, limit: float) -> bool:
         """Wait for the file that is being written; if it could not be written, try again.
@@ -402,12 +410,22 @@ class Recorder:
         """
         if self._file is None and self._writing is None:
             return True
-        start = perf_counter()
-        self._progress.step(Stage.JOURNAL, self._progress.position.chunk)
+
+        def left() -> float | None:
+            return None if limit == inf else max(0.0, limit - monotonic())
+
+        start, chunk = perf_counter(), self._progress.position.chunk
         if self._writing is None:
             self._begin_file()
+        if not self._is_folded.is_set():
+            self._progress.step(Stage.METRICS, chunk)
+            self._is_folded.wait(left())
+            folded = perf_counter()
+            self.metrics_s += folded - start
+            start = folded
+        self._progress.step(Stage.JOURNAL, chunk)
         if self._writing is not None:
-            self._writing.join(None if limit == inf else max(0.0, limit - monotonic()))
+            self._writing.join(left())
             if self._writing.is_alive():
                 return False
             self._writing = None

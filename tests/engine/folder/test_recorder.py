@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns.ragged import values_of
+from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.folder import recorder
 from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
 from dualeval.engine.folder.recorder import HandedBatch, Ledger, Recorder
@@ -139,7 +140,8 @@ def test_a_fold_beside_makes_nobody_wait_but_the_next(
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 8)
     plan, metric = EvalPlan(num_samples=20, batch_size=4), Held()
     writer = journal(tmp_path) if writes else MemoryWriter(keeps=True)
-    taking = Recorder(plan, [metric], ["m"], writer, beside=nullcontext)
+    progress = Progress()
+    taking = Recorder(plan, [metric], ["m"], writer, progress, beside=nullcontext)
     with torch.inference_mode():  # a caller's: its tensors are written only in it
         for batch in range(3):
             taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
@@ -148,12 +150,15 @@ def test_a_fold_beside_makes_nobody_wait_but_the_next(
         waits.start()
         waits.join(0.05)
         assert waits.is_alive(), "no third part: memory is bounded"
+        assert progress.position.stage is Stage.METRICS
         metric.goes_on.set()
         waits.join(20)
         taking.add(work_of(plan, 4), {"m": torch.arange(4.0)})
         assert taking.flush()
     assert taking.chunks_saved == 5 and taking.ledger.totals() == (20, 0)
     assert {*metric.threads} == {"dualeval-journal"}
+    # What was waited for was the metric, and no disk: 0.01 s of the flush, and 0.05 s of the third part.
+    assert taking.metrics_s > 0.04 and progress.position.stage is Stage.JOURNAL
 
 
 def test_a_fold_that_fails_beside_is_raised_by_the_next_chunk(
