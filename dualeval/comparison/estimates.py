@@ -20,6 +20,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import UsageError
 from dualeval.messages import counted, did_you_mean
+from dualeval.metrics.metric import FRACTION
 from dualeval.metrics.scores import Score
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
@@ -111,7 +112,7 @@ def differences_of(
         else:
             try:
                 _check_definitions(a, b, name)
-                estimates[name] = _estimate(pairs, a.scores[name], clusters)
+                estimates[name] = _estimate(pairs, name, clusters)
             except _NotCompared as reason:
                 not_compared[name] = str(reason)
     return estimates, not_compared
@@ -155,8 +156,9 @@ def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
     return one, other
 
 
-def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None) -> Estimate:
+def _estimate(pairs: Pairs, name: str, clusters: npt.NDArray[np.int64] | None) -> Estimate:
     """Estimate the difference of one metric."""
+    score = pairs.a.scores[name]
     one, other = _terms(pairs, score)
     _check_terms(one, other)
     chosen = one.counts
@@ -171,7 +173,7 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
     flips: Flips | None = None
     of_samples: ProportionDifference | None = None
     difference: Difference
-    if _is_proportion(pairs, score, one.y[chosen], other.y[chosen]):
+    if _is_proportion(pairs, name, one.y[chosen], other.y[chosen]):
         lost, gained = chosen & (one.y > other.y), chosen & (one.y < other.y)
         flips = Flips(lost=pairs.ids_of(lost), gained=pairs.ids_of(gained))
         of_samples = ProportionDifference(
@@ -230,16 +232,22 @@ def _check_terms(one: _Terms, other: _Terms) -> None:
 
 
 def _is_proportion(
-    pairs: Pairs, score: Score, one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+    pairs: Pairs, name: str, one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 ) -> bool:
-    """Whether each sample is right or wrong: an error that is 0 everywhere is none of a proportion."""
+    """Whether each sample is right or wrong: a loss that is 0 everywhere is no proportion.
+
+    Of a fraction, 0 everywhere is one: no numbers of 0 to 1 spread further than those of 0 or 1.
+    """
     import pyarrow
 
+    score = pairs.a.scores[name]
     if not score.transform is score.weight is score.over is None:
         return False
     if not all(bool(((y == 0) | (y == 1)).all()) for y in (one, other)):
         return False
     if score.below is not None or bool((one == 1).any() or (other == 1).any()):
+        return True
+    if pairs.a.result.units.get(name) == FRACTION:
         return True
     columns = pairs.columns(score.column)
     return columns is not None and all(pyarrow.types.is_boolean(column.type) for column in columns)

@@ -42,10 +42,11 @@ class Adapter:
         self._weights = weights
         values = config_of(folder, ADAPTER)
         self.base = base or _base_of(folder, values)
+        self._of_base = [] if base is None else _other_base(folder, base, values)
         # A training that has changed the tokenizer saves it beside the adapter.
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER)
         self.tokenizer = folder if has_tokenizer else self.base
-        self.notes: list[str] = []
+        self.notes = self._of_base
 
     def tensors(self) -> dict[str, Any]:
         """Its tensors by name, in their files until they are read."""
@@ -74,7 +75,8 @@ class Adapter:
                 warnings.simplefilter("always")
                 config = peft.PeftConfig.from_pretrained(str(self.folder))
                 # That it ignores what a later version has written.
-                self.notes = [f"adapter: {' '.join(str(each.message).split())}" for each in said]
+                later = [f"adapter: {' '.join(str(each.message).split())}" for each in said]
+                self.notes = [*self._of_base, *later]
                 return self._merge(peft, model, config, tensors)
         except (UsageError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -109,20 +111,38 @@ class Adapter:
 
 
 def _base_of(folder: Path, values: Mapping[str, Any]) -> Path:
-    """The model that an adapter's configuration names: a folder, or one in the local cache of the hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if name := values.get("base_model_name_or_path"):
-        if (Path(name) / CONFIG).is_file():
-            return Path(name)
-        try:
-            cached = try_to_load_from_cache(name, CONFIG, revision=values.get("revision"))
-        except ValueError:  # a path, and no name of the hub
-            cached = None
-        if isinstance(cached, str):
-            return Path(cached).parent
+    """The model that an adapter's configuration names."""
+    name = values.get("base_model_name_or_path")
+    if name and (found := _found(name, values)):
+        return found
     named = f"its base {name!r}, which is not on this disk" if name else "no base (base_model_name_or_path)"
     raise UsageError(
         f"the folder {folder} is an adapter of peft, and its {ADAPTER} names {named}. Type: --model BASE "
         f"--adapter {folder}, where BASE is a local folder with the model that it was trained on."
     )
+
+
+def _found(name: str, values: Mapping[str, Any]) -> Path | None:
+    """Where a named model is on this disk: a folder, or one in the local cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if (Path(name) / CONFIG).is_file():
+        return Path(name)
+    try:
+        cached = try_to_load_from_cache(name, CONFIG, revision=values.get("revision"))
+    except ValueError:  # a path, and no name of the hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _other_base(folder: Path, base: Path, values: Mapping[str, Any]) -> list[str]:
+    """That an adapter names another model, whose shapes may be the same; not where a folder was moved."""
+    name = values.get("base_model_name_or_path")
+    if not name or Path(name).name in (base.name, base.resolve().name):
+        return []
+    if f"models--{name.replace('/', '--')}" in base.absolute().parts:  # in another cache of the hub
+        return []
+    found = _found(name, values)
+    if found is not None and found.resolve() == base.resolve():
+        return []
+    return [f"the adapter in {folder} names {name} as its base, and --model is {base}"]

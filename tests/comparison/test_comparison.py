@@ -304,6 +304,10 @@ def test_an_error_of_0_everywhere_is_no_proportion(runs: tuple[Path, Path], tmp_
     exact = changed(runs[0], tmp_path / "exact", lambda rows: put(rows, "loss", np.zeros(COUNT, np.float32)))
     loss = dualeval.compare(exact, exact).metrics["loss"]
     assert (loss.flips, loss.interval, loss.test) == (None, (0.0, 0.0), "paired t and Hall's")
+    units = {**json.loads((runs[0] / RESULT).read_text())["units"], "loss": "fraction"}
+    wrong = changed(exact, tmp_path / "wrong", units=units)
+    share = dualeval.compare(wrong, wrong).metrics["loss"]
+    assert share.flips is not None and share.test == "McNemar mid-p" and share.interval[0] < 0
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,24 @@ def test_a_folder_that_is_an_adapter_finds_its_base_on_this_disk(
     assert TextModel(folder, CAUSAL).base == cached / "snapshots/abc"
 
 
+def test_a_base_of_another_name_is_a_warning(base: Path, tmp_path: Path) -> None:
+    folder = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
+    link = tmp_path / "current"
+    link.symlink_to(base)
+    for known in (str(base), "/moved/base", "river/base", None):
+        name(folder, known)
+        assert not TextModel(base, CAUSAL, adapter=folder).notes()
+        assert not TextModel(link, CAUSAL, adapter=folder).notes()
+    name(folder, str(link))
+    assert not TextModel(base, CAUSAL, adapter=folder).notes()
+    name(folder, "river/mill")
+    other = TextModel(base, CAUSAL, adapter=folder)
+    other.build()
+    assert other.notes() == [f"the adapter in {folder} names river/mill as its base, and --model is {base}"]
+    cached = shutil.copytree(base, tmp_path / "models--river--mill/snapshots/abc")
+    assert not TextModel(cached, CAUSAL, adapter=folder).notes()
+
+
 def name(folder: Path, base: Any) -> None:
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": base}))

@@ -179,12 +179,14 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
 
 def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -> None:
     for model in ("gpt2", "llama"):
-        run(made, model, tmp_path / model, ["both", "pages"])
+        run(made, model, tmp_path / model, ["both", "pages", "numbers"])
     # A run of one task alone has its figure defined alike.
     run(made, "llama", tmp_path / "alone", ["pages"])
     found = compare(tmp_path / "gpt2", tmp_path / "llama", by=["topic"])
     assert {"choices/acc", "both/acc", "pages/bits_per_byte"} <= found.metrics.keys()
     assert {group.label for group in found.slices["topic"]} == {"north", "south"}
+    wrong = found.metrics["numbers/exact_match,strict"]
+    assert wrong.a == wrong.b == 0 and wrong.flips is not None and wrong.interval[0] < 0 < wrong.interval[1]
 
 
 def test_both_doors_have_the_same_job(made: Made) -> None:

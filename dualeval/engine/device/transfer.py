@@ -108,7 +108,10 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     packed: list[tuple[int, Tensor]] = []
     for place, part in enumerate(parts):
         if not is_plain(part, accelerator.device):
-            parts[place] = part.cpu() if isinstance(part, Tensor) else part
+            if isinstance(part, Tensor):
+                # The user may write the next batch into this memory of the host. Into pinned memory a copy
+                # of the user's own may still be on its way, for which ``wait`` waits.
+                parts[place] = part if part.is_pinned() else part.cpu().clone()
             continue
         # Torch conjugates or negates some views only when it reads them; a raw copy would miss that.
         part = part.resolve_conj().resolve_neg()
@@ -122,7 +125,9 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     forms = [(place, part.nbytes, part.dtype, part.shape) for place, part in packed]
     package = torch.empty(0)
     if packed:
-        on_device = accelerator.joined([part.reshape(-1).view(torch.uint8) for _, part in packed])
+        # Torch calls one number, and none, contiguous whatever their strides are, and keeps these in a view.
+        flat = [part.as_strided((part.numel(),), (1,)) for _, part in packed]
+        on_device = accelerator.joined([part.view(torch.uint8) for part in flat])
         package = accelerator.pinned(on_device)
         accelerator.start_copy(on_device, package)
         for place, _ in packed:

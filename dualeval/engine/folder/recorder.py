@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -200,7 +202,8 @@ class Recorder:
     """Takes the batches of one rank, chunk by chunk, and folds whole chunks.
 
     One thread adds; another may flush, so that finished work is saved even if the first thread hangs. With
-    ``beside`` whole chunks are folded by the thread that writes them, while the first one launches batches.
+    ``beside``, which makes a device current in a thread, whole chunks are folded by the thread that writes
+    them, while the first one launches batches.
     """
 
     def __init__(
@@ -211,9 +214,11 @@ class Recorder:
         writer: JournalWriter | MemoryWriter,
         progress: Progress | None = None,
         *,
-        beside: bool = False,
+        beside: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._beside = beside
+        # A caller's, as its decimal precision: a thread begins with none of its own.
+        self._context = copy_context()
         self._plan = plan
         self._metrics = tuple(metrics)
         self._names = tuple(rows)
@@ -245,6 +250,9 @@ class Recorder:
         self._file: _Part | _File | None = None
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
+        # Not while that thread folds.
+        self._is_folded = threading.Event()
+        self._is_folded.set()
 
     @property
     def folder(self) -> Path | None:
@@ -369,6 +377,8 @@ class Recorder:
             write()
             return
         # In a thread: a slow disk delays nothing but the next file.
+        if isinstance(self._file, _Part):
+            self._is_folded.clear()
         self._writing = threading.Thread(target=write, name="dualeval-journal", daemon=True)
         self._writing.start()
 
@@ -377,9 +387,11 @@ class Recorder:
         assert file is not None
         try:
             if isinstance(file, _Part):
+                assert self._beside is not None
                 # As in the thread that adds: what a caller's inference mode has made is written only in it.
-                with torch.inference_mode(is_inference):
-                    file = self._file = self._folded(file)
+                with self._beside(), torch.inference_mode(is_inference):
+                    file = self._file = self._context.run(self._folded, file)
+                self._is_folded.set()
             self.writer.write(*file)
             # A ledger made in inference mode can be written only in it, and threads start outside of it.
             with torch.inference_mode():
@@ -388,6 +400,8 @@ class Recorder:
             self._file = None
         except BaseException as error:  # noqa: BLE001 - raised where the file is waited for
             self._problem = error
+        finally:
+            self._is_folded.set()
 
     def _await_file(self, limit: float) -> bool:
         """Wait for the file that is being written; if it could not be written, try again.
@@ -396,12 +410,22 @@ class Recorder:
         """
         if self._file is None and self._writing is None:
             return True
-        start = perf_counter()
-        self._progress.step(Stage.JOURNAL, self._progress.position.chunk)
+
+        def left() -> float | None:
+            return None if limit == inf else max(0.0, limit - monotonic())
+
+        start, chunk = perf_counter(), self._progress.position.chunk
         if self._writing is None:
             self._begin_file()
+        if not self._is_folded.is_set():
+            self._progress.step(Stage.METRICS, chunk)
+            self._is_folded.wait(left())
+            folded = perf_counter()
+            self.metrics_s += folded - start
+            start = folded
+        self._progress.step(Stage.JOURNAL, chunk)
         if self._writing is not None:
-            self._writing.join(None if limit == inf else max(0.0, limit - monotonic()))
+            self._writing.join(left())
             if self._writing.is_alive():
                 return False
             self._writing = None

@@ -66,8 +66,9 @@ def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
             prefix=folder.prefix(world.rank),
         )
     progress = evaluation.run.control.progress
+    accelerator = accelerator_of(evaluation.run.device)
     # On a CPU another thread has no core of its own.
-    beside = not accelerator_of(evaluation.run.device).is_host
+    beside = None if accelerator.is_host else accelerator.as_current
     return Recorder(evaluation.plan, evaluation.metrics, evaluation.kept, writer, progress, beside=beside)
 
 

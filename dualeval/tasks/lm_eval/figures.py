@@ -156,10 +156,12 @@ class Figures:
         numbers = {each: torch.from_numpy(np.asarray(columns[each])[rows]) for each in metric.columns}
         if bool(numbers[column].isnan().any()):  # some documents have no such value
             return
-        if column.partition(",")[0] in _FRACTIONS:
+        if is_fraction := column.partition(",")[0] in _FRACTIONS:
             measured.units[key] = FRACTION
-        if of_mean and bool(((of := numbers[column]) == 0).logical_or(of == 1).all()):
-            numbers = {column: of == 1}
+        ones = (of := numbers[column]) == 1
+        # Of another mean, 0 everywhere says nothing of how far others may be.
+        if of_mean and (is_fraction or bool(ones.any())) and bool((of == 0).logical_or(ones).all()):
+            numbers = {column: ones}
         ledger = torch.zeros(metric.size, dtype=torch.int64)
         metric.update(ledger, numbers)
         ours = metric.compute(ledger)
