@@ -177,6 +177,18 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
     assert shown["prompt"].count("The r") >= 1 and "(-" in shown["continuation 2"]
 
 
+def test_names_of_metrics_and_filters_may_have_a_slash(made: Made, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    changed(folder, "numbers", "name: strict", "name: a/b")
+    changed(folder, "own", "metric: length", "metric: per/length")
+    code = folder / "own_code.py"
+    code.write_text(code.read_text().replace('"length"', '"per/length"'))
+    task = task_of({**made, "tasks": folder}, tasks=["numbers", "own"], trust_tasks=True, limit=3)
+    result = evaluate(task, tmp_path / "out", batch_size=4)
+    assert {"numbers/exact_match,a/b", "own/per/length"} <= result.scores.keys() & result.metrics.keys()
+    assert len(rows(tmp_path / "out")["per/length"]) == 6
+
+
 def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -> None:
     for model in ("gpt2", "llama"):
         run(made, model, tmp_path / model, ["both", "pages"])
