@@ -200,7 +200,7 @@ def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -
 
 
 def test_both_doors_have_the_same_job(made: Made) -> None:
-    typed = {"model": made["gpt2"], "tasks": ("words",), "include_path": made["tasks"], "limit": 3}
+    typed = {"model": made["gpt2"], "tasks": ("words",), "include_path": str(made["tasks"]), "limit": 3}
     result = check_doors("lm-eval", "LmEval", {**typed, "bootstrap_iters": 0})
     assert result.samples["evaluated"] == 3 and result.job["limit"] == 3
     assert any("first 3 documents of each task" in sentence for sentence in result.warnings)
