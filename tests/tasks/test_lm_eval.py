@@ -300,7 +300,9 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
     long = json.dumps({**json.loads(lines[2]), "word": "the " * 400})
     (folder / "rows.jsonl").write_text("\n".join([*lines[:2], long, *lines[3:], ""]))
     there = {**made, "tasks": folder}
-    with pytest.raises(UsageError, match=r"words/2: request 0 is \d+ tokens after its context"):
+    with pytest.raises(
+        UsageError, match=r"words/2: request 0 is \d+ tokens after its context, expected 320 at most"
+    ):
         run(there, tasks=["words"])
     result = evaluate(task_of(there, tasks=["words"]), tmp_path / "out", batch_size=4, on_error="skip")
     assert [each["id"] for each in result.failed] == ["words/2"]
