@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,7 +334,7 @@ def answers_from(out: Path, requests: list[dict[str, Any]]) -> list[dict[str, An
             value = table["loglikelihoods"][row][place]
             is_rolling = request["type"] == "loglikelihood_rolling"
             answer = value if is_rolling else [value, table["greedy"][row][place]]
-        answers.append({**{name: request[name] for name in ("task", "document", "index")}, "answer": answer})
+        answers.append({**request, "answer": answer})
     return answers
 
 
@@ -358,14 +359,18 @@ def test_answers_from_a_file_give_the_runs_own_figures(made: Made, tmp_path: Pat
     written = [
         (folder / "samples_numbers_dualeval.jsonl").read_text() for folder in (out, tmp_path / "scored")
     ]
-    assert written[0] == written[1]
+    assert written[0] == written[1] and not any("hash" in each for each in scored.warnings)
     for lines, said in (
         (answers[:-2], "the answer to numbers/3 0, numbers/4 0 is missing"),
         ([*answers, answers[3]], "the answer to choices/1 0 is there twice"),
         ([*answers, {**answers[0], "document": 5}], "the answer to choices/5 0 belongs to no request"),
         (
             [{**answers[0], "answer": 1.0}],
-            r"line 1: the answer is 1\.0, expected \[a log-likelihood, whether",
+            r"line 1: the answer is 1\.0, expected \[a log-likelihood \(0 or less; .*\), whether",
+        ),
+        (
+            [{**answers[0], "answer": [3.5, True]}],
+            r"line 1: the answer is \[3\.5, true\], expected \[a log-lik",
         ),
         ([{**answers[-1], "answer": 4}], "line 1: the answer is 4, expected a text"),
         ([{"task": "choices"}], r"line 1: expected a JSON object with task, document, index and answer"),
@@ -387,3 +392,11 @@ def test_files_of_answers_belong_to_a_task(made: Made, tmp_path: Path) -> None:
         ScoredOptions(
             tasks=("words",), include_path=made["tasks"], apply_chat_template=True, answers=Path("none")
         ).make()
+    write_lines(file, answers)
+    other = replace(options, num_fewshot=3)
+    with pytest.raises(UsageError, match=r"choices/0 0, .* more is to another prompt .*same .*--num-fewshot"):
+        other.make()
+    # Of answers without hashes nobody knows; and a file of Windows begins with a mark.
+    write_lines(file, [{name: each[name] for name in each if name != "hash"} for each in answers])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert any("60 answers without a hash" in each for each in other.make().data_warnings())
