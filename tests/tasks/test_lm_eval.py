@@ -8,6 +8,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +19,8 @@ from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import LmEval
 from dualeval.tasks.lm_eval import template_of
-from dualeval.tasks.options.lm_eval import ScoredOptions
+from dualeval.tasks.lm_eval.library import Loaded
+from dualeval.tasks.options.lm_eval import RequestOptions, ScoredOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors, message_of
 from tests.vehicles import questions
@@ -315,6 +317,46 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
     assert len((tmp_path / "out/samples_words_dualeval.jsonl").read_text().splitlines()) == 12
 
 
+def test_a_text_without_tokens_is_named(made: Made, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    changed(
+        changed(folder, "words", '" {{word}}"', '"{{word}}"'),
+        "words",
+        "output_type",
+        'target_delimiter: ""\noutput_type',
+    )
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    for word, said in (("", r"the text to score \(a choice, a target\) is empty"),):
+        row = json.dumps({**json.loads(lines[1]), "word": word})
+        (folder / "rows.jsonl").write_text("\n".join([lines[0], row, *lines[2:], ""]))
+        with pytest.raises(UsageError, match=f"words/1: request 0: {said}"):
+            run({**made, "tasks": folder}, tasks=["words"])
+
+
+def test_a_template_is_compiled_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness compiles it for each document and example: 4 s of 1,200 documents with 5 examples."""
+    from lm_eval.utils import env
+
+    compiled = mock.Mock(wraps=env.compile)
+    monkeypatch.setattr(env, "compile", compiled)
+    Loaded(RequestOptions(tasks=("numbers",), include_path=made["tasks"]))
+    texts = [call.args[0] for call in compiled.call_args_list]
+    assert texts and len(texts) == len({*texts})
+
+
+def test_examples_from_the_evaluated_documents_are_a_warning(made: Made, tmp_path: Path) -> None:
+    folder = changed(
+        write_tasks(tmp_path / "tasks"), "numbers", "training_split: train\nfewshot_split: train\n", ""
+    )
+    there = {**made, "tasks": folder}
+    said = "the examples of numbers are drawn from the documents that are evaluated"
+    result = run(there, tasks=["numbers", "choices"], limit=2)
+    assert any(said in each for each in result.warnings)
+    # Where the split is named the document itself is left out.
+    changed(folder, "numbers", "test_split: test\n", "test_split: test\nfewshot_split: test\n")
+    assert not Loaded(RequestOptions(tasks=("numbers",), include_path=folder, limit=2)).showing_answers()
+
+
 # -- answers from elsewhere ------------------------------------------------------------------------------
 
 
@@ -372,12 +414,22 @@ def test_answers_from_a_file_give_the_runs_own_figures(made: Made, tmp_path: Pat
             [{**answers[0], "answer": [3.5, True]}],
             r"line 1: the answer is \[3\.5, true\], expected \[a log-lik",
         ),
+        ([{**answers[0], "document": "0"}], 'line 1: document is "0", expected a whole number'),
+        ([{**answers[1], "index": True}], "line 1: index is true, expected a whole number"),
         ([{**answers[-1], "answer": 4}], "line 1: the answer is 4, expected a text"),
         ([{"task": "choices"}], r"line 1: expected a JSON object with task, document, index and answer"),
     ):
         write_lines(file, lines)
         with pytest.raises(UsageError, match=said):
             options.make()
+    write_lines(file, answers)
+    other = replace(options, num_fewshot=3)
+    with pytest.raises(UsageError, match=r"choices/0 0, .* more is to another prompt .*same .*--num-fewshot"):
+        other.make()
+    # Of answers without hashes nobody knows; and a file of Windows begins with a mark.
+    write_lines(file, [{name: each[name] for name in each if name != "hash"} for each in answers])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert any("60 answers without a hash" in each for each in other.make().data_warnings())
 
 
 def test_files_of_answers_belong_to_a_task(made: Made, tmp_path: Path) -> None:
@@ -392,11 +444,3 @@ def test_files_of_answers_belong_to_a_task(made: Made, tmp_path: Path) -> None:
         ScoredOptions(
             tasks=("words",), include_path=made["tasks"], apply_chat_template=True, answers=Path("none")
         ).make()
-    write_lines(file, answers)
-    other = replace(options, num_fewshot=3)
-    with pytest.raises(UsageError, match=r"choices/0 0, .* more is to another prompt .*same .*--num-fewshot"):
-        other.make()
-    # Of answers without hashes nobody knows; and a file of Windows begins with a mark.
-    write_lines(file, [{name: each[name] for name in each if name != "hash"} for each in answers])
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert any("60 answers without a hash" in each for each in other.make().data_warnings())

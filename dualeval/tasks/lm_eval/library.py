@@ -287,6 +287,10 @@ class Loaded:
                 chat_template=self._template,
             )
 
+    def showing_answers(self) -> list[str]:
+        """The tasks whose prompts may have the document itself, with its answer, as an example."""
+        return [name for name, task in self.tasks.items() if _draws_itself(task)]
+
     def _refused(self, error: Exception) -> UsageError:
         paths = {leaf.name: leaf.config.get("dataset_path") for leaf in self.leaves}
         text = first_line(error)
@@ -344,6 +348,20 @@ def _matching(manager: Any, name: str) -> list[str]:
         f"--tasks {name}: there is no such task, group or tag; 'lm_eval ls tasks' lists all."
         f"{did_you_mean(name, manager.all_tasks)}"
     )
+
+
+def _draws_itself(task: Any) -> bool:
+    """As ``fewshot_context`` in lm_eval/api/task.py: examples are from the split that is evaluated, and the
+    document is left out of them only where their split is named as the test split is.
+    """
+    config, few = task.config, getattr(task, "fewshot_cfg", None)
+    if few is None or not config.num_fewshot or few.split == config.test_split:
+        return False
+    if few.split is None and few.samples is not None:
+        return False
+    splits = (config.training_split, config.validation_split, config.test_split)
+    drawn = few.split or next((each for each in splits if each is not None), None)
+    return bool(drawn == (config.test_split or config.validation_split))
 
 
 def _by_document(requests: Sequence[Any]) -> dict[int, list[Any]]:
