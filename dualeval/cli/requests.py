@@ -28,8 +28,7 @@ def requests(task: str | None, out: Path, **flags: Any) -> None:
     \b
     dualeval requests --task lm-eval --tasks gsm8k --out requests.jsonl
 
-    An answer is a JSON object with the same task, document and index, and answer. 'dualeval score' scores
-    them.
+    An answer is such a line with answer added: 'dualeval score' scores them.
     """
     kind = TASKS[task or next(iter(TASKS))]
     values = {name: value.value if isinstance(value, Given) else value for name, value in flags.items()}

@@ -250,7 +250,12 @@ def of_python(
     if unknown := next((name for name in options if name not in known), None):
         task = kind.__name__.removesuffix("Options")
         raise TypeError(f"{task} has no option {unknown!r}.{did_you_mean(unknown, known)}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    for field in fields_of(kind):  # type: ignore[arg-type]
+        if isinstance(values.get(field.name), str) and [*_kinds(field.kind)] == [Path]:
+            values[field.name] = Path(values[field.name])
     return kind(**arguments, **values, metric=tuple(metrics))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +19,8 @@ from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import LmEval
 from dualeval.tasks.lm_eval import template_of
-from dualeval.tasks.options.lm_eval import ScoredOptions
+from dualeval.tasks.lm_eval.library import Loaded
+from dualeval.tasks.options.lm_eval import RequestOptions, ScoredOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors, message_of
 from tests.vehicles import questions
@@ -177,6 +180,18 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
     assert shown["prompt"].count("The r") >= 1 and "(-" in shown["continuation 2"]
 
 
+def test_names_of_metrics_and_filters_may_have_a_slash(made: Made, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    changed(folder, "numbers", "name: strict", "name: a/b")
+    changed(folder, "own", "metric: length", "metric: per/length")
+    code = folder / "own_code.py"
+    code.write_text(code.read_text().replace('"length"', '"per/length"'))
+    task = task_of({**made, "tasks": folder}, tasks=["numbers", "own"], trust_tasks=True, limit=3)
+    result = evaluate(task, tmp_path / "out", batch_size=4)
+    assert {"numbers/exact_match,a/b", "own/per/length"} <= result.scores.keys() & result.metrics.keys()
+    assert len(rows(tmp_path / "out")["per/length"]) == 6
+
+
 def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -> None:
     for model in ("gpt2", "llama"):
         run(made, model, tmp_path / model, ["both", "pages", "numbers"])
@@ -190,7 +205,7 @@ def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -
 
 
 def test_both_doors_have_the_same_job(made: Made) -> None:
-    typed = {"model": made["gpt2"], "tasks": ("words",), "include_path": made["tasks"], "limit": 3}
+    typed = {"model": made["gpt2"], "tasks": ("words",), "include_path": str(made["tasks"]), "limit": 3}
     result = check_doors("lm-eval", "LmEval", {**typed, "bootstrap_iters": 0})
     assert result.samples["evaluated"] == 3 and result.job["limit"] == 3
     assert any("first 3 documents of each task" in sentence for sentence in result.warnings)
@@ -290,7 +305,9 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
     long = json.dumps({**json.loads(lines[2]), "word": "the " * 400})
     (folder / "rows.jsonl").write_text("\n".join([*lines[:2], long, *lines[3:], ""]))
     there = {**made, "tasks": folder}
-    with pytest.raises(UsageError, match=r"words/2: request 0 is \d+ tokens after its context"):
+    with pytest.raises(
+        UsageError, match=r"words/2: request 0 is \d+ tokens after its context, expected 320 at most"
+    ):
         run(there, tasks=["words"])
     result = evaluate(task_of(there, tasks=["words"]), tmp_path / "out", batch_size=4, on_error="skip")
     assert [each["id"] for each in result.failed] == ["words/2"]
@@ -300,6 +317,46 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
         *(number(each.metrics["words/perplexity"]) for each in (result, without)), rel_tol=1e-6
     )
     assert len((tmp_path / "out/samples_words_dualeval.jsonl").read_text().splitlines()) == 12
+
+
+def test_a_text_without_tokens_is_named(made: Made, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    changed(
+        changed(folder, "words", '" {{word}}"', '"{{word}}"'),
+        "words",
+        "output_type",
+        'target_delimiter: ""\noutput_type',
+    )
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    for word, said in (("", r"the text to score \(a choice, a target\) is empty"),):
+        row = json.dumps({**json.loads(lines[1]), "word": word})
+        (folder / "rows.jsonl").write_text("\n".join([lines[0], row, *lines[2:], ""]))
+        with pytest.raises(UsageError, match=f"words/1: request 0: {said}"):
+            run({**made, "tasks": folder}, tasks=["words"])
+
+
+def test_a_template_is_compiled_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness compiles it for each document and example: 4 s of 1,200 documents with 5 examples."""
+    from lm_eval.utils import env
+
+    compiled = mock.Mock(wraps=env.compile)
+    monkeypatch.setattr(env, "compile", compiled)
+    Loaded(RequestOptions(tasks=("numbers",), include_path=made["tasks"]))
+    texts = [call.args[0] for call in compiled.call_args_list]
+    assert texts and len(texts) == len({*texts})
+
+
+def test_examples_from_the_evaluated_documents_are_a_warning(made: Made, tmp_path: Path) -> None:
+    folder = changed(
+        write_tasks(tmp_path / "tasks"), "numbers", "training_split: train\nfewshot_split: train\n", ""
+    )
+    there = {**made, "tasks": folder}
+    said = "the examples of numbers are drawn from the documents that are evaluated"
+    result = run(there, tasks=["numbers", "choices"], limit=2)
+    assert any(said in each for each in result.warnings)
+    # Where the split is named the document itself is left out.
+    changed(folder, "numbers", "test_split: test\n", "test_split: test\nfewshot_split: test\n")
+    assert not Loaded(RequestOptions(tasks=("numbers",), include_path=folder, limit=2)).showing_answers()
 
 
 # -- answers from elsewhere ------------------------------------------------------------------------------
@@ -321,7 +378,7 @@ def answers_from(out: Path, requests: list[dict[str, Any]]) -> list[dict[str, An
             value = table["loglikelihoods"][row][place]
             is_rolling = request["type"] == "loglikelihood_rolling"
             answer = value if is_rolling else [value, table["greedy"][row][place]]
-        answers.append({**{name: request[name] for name in ("task", "document", "index")}, "answer": answer})
+        answers.append({**request, "answer": answer})
     return answers
 
 
@@ -346,21 +403,35 @@ def test_answers_from_a_file_give_the_runs_own_figures(made: Made, tmp_path: Pat
     written = [
         (folder / "samples_numbers_dualeval.jsonl").read_text() for folder in (out, tmp_path / "scored")
     ]
-    assert written[0] == written[1]
+    assert written[0] == written[1] and not any("hash" in each for each in scored.warnings)
     for lines, said in (
         (answers[:-2], "the answer to numbers/3 0, numbers/4 0 is missing"),
         ([*answers, answers[3]], "the answer to choices/1 0 is there twice"),
         ([*answers, {**answers[0], "document": 5}], "the answer to choices/5 0 belongs to no request"),
         (
             [{**answers[0], "answer": 1.0}],
-            r"line 1: the answer is 1\.0, expected \[a log-likelihood, whether",
+            r"line 1: the answer is 1\.0, expected \[a log-likelihood \(0 or less; .*\), whether",
         ),
+        (
+            [{**answers[0], "answer": [3.5, True]}],
+            r"line 1: the answer is \[3\.5, true\], expected \[a log-lik",
+        ),
+        ([{**answers[0], "document": "0"}], 'line 1: document is "0", expected a whole number'),
+        ([{**answers[1], "index": True}], "line 1: index is true, expected a whole number"),
         ([{**answers[-1], "answer": 4}], "line 1: the answer is 4, expected a text"),
         ([{"task": "choices"}], r"line 1: expected a JSON object with task, document, index and answer"),
     ):
         write_lines(file, lines)
         with pytest.raises(UsageError, match=said):
             options.make()
+    write_lines(file, answers)
+    other = replace(options, num_fewshot=3)
+    with pytest.raises(UsageError, match=r"choices/0 0, .* more is to another prompt .*same .*--num-fewshot"):
+        other.make()
+    # Of answers without hashes nobody knows; and a file of Windows begins with a mark.
+    write_lines(file, [{name: each[name] for name in each if name != "hash"} for each in answers])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert any("60 answers without a hash" in each for each in other.make().data_warnings())
 
 
 def test_files_of_answers_belong_to_a_task(made: Made, tmp_path: Path) -> None:

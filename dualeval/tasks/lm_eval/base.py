@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualeval.columns.ragged import Column, Ragged, Text
-from dualeval.messages import counted
+from dualeval.messages import counted, listed
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.metric import chosen
 from dualeval.tasks import Task, place_of
@@ -96,7 +96,12 @@ class HarnessTask(Task):
     def data_warnings(self) -> list[str]:
         limit = self._asked.limit
         part = f"the first {limit} documents of each task are evaluated (--limit)"
-        return [*super().data_warnings(), *([part] if limit else [])]
+        shown = self._loaded.showing_answers()
+        answers = (
+            f"the examples of {listed(shown, 5)} are drawn from the documents that are evaluated: a prompt "
+            "may have its own document with the answer. Set fewshot_split in a YAML of your own"
+        )
+        return [*super().data_warnings(), *([part] if limit else []), *([answers] if shown else [])]
 
     def options(self) -> dict[str, Any]:
         asked = self._asked

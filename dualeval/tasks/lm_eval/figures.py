@@ -125,28 +125,32 @@ class Figures:
             results, warnings = self._last
         if len(answers) >= self._most:
             self._digest, self._last, self._most = digest, (results, warnings), len(answers)
-        values: dict[str, Any] = {}
-        for name, figures in {**results["results"], **results.get("groups", {})}.items():
-            for key, value in figures.items():
-                metric, comma, filter_name = key.partition(",")
-                if comma and isinstance(value, (int, float, np.number)):
-                    values[f"{name}/{named(metric, filter_name)}"] = value
-        measured = Measured(values=values, warnings=tuple(warnings))
+        measured = Measured(values={}, warnings=tuple(warnings))
         tasks = np.asarray([*columns[TASK]])
-        for key in values:
-            name, _, column = key.rpartition("/")
-            better = results["higher_is_better"].get(name, {}).get(column.partition(",")[0])
-            if better is not None:
-                measured.directions[key] = direction(better)
-            self._estimate(measured, key, columns, tasks)
+        for name, figures in {**results["results"], **results.get("groups", {})}.items():
+            for of_harness, value in figures.items():
+                metric, comma, filter_name = of_harness.partition(",")
+                if not comma or not isinstance(value, (int, float, np.number)):
+                    continue
+                column = named(metric, filter_name)
+                key = f"{name}/{column}"  # never split: each part may have a slash
+                measured.values[key] = value  # type: ignore[assignment]
+                better = results["higher_is_better"].get(name, {}).get(metric)
+                if better is not None:
+                    measured.directions[key] = direction(better)
+                self._estimate(measured, (name, metric, column), columns, tasks)
         return measured
 
     def _estimate(
-        self, measured: Measured, key: str, columns: Mapping[str, Any], tasks: np.ndarray[Any, Any]
+        self,
+        measured: Measured,
+        figure: tuple[str, str, str],
+        columns: Mapping[str, Any],
+        tasks: np.ndarray[Any, Any],
     ) -> None:
         """If a figure follows from each document's value, say how, with an interval."""
-        name, _, column = key.rpartition("/")
-        members = self._members(name, column)
+        name, metric_name, column = figure
+        key, members = f"{name}/{column}", self._members(*figure)
         aggregation = {self._by_task[each].get(column) for each in members} - {None}
         if len(aggregation) != 1:
             return
@@ -156,7 +160,7 @@ class Figures:
         numbers = {each: torch.from_numpy(np.asarray(columns[each])[rows]) for each in metric.columns}
         if bool(numbers[column].isnan().any()):  # some documents have no such value
             return
-        if is_fraction := column.partition(",")[0] in _FRACTIONS:
+        if is_fraction := metric_name in _FRACTIONS:
             measured.units[key] = FRACTION
         ones = (of := numbers[column]) == 1
         # Of another mean, 0 everywhere says nothing of how far others may be.
@@ -172,7 +176,7 @@ class Figures:
         score = {**metric.score.to_json(), "least": metric.least}
         measured.scores[key] = Score(**score, where=TASK, where_is=members)
 
-    def _members(self, name: str, column: str) -> tuple[str, ...]:
+    def _members(self, name: str, metric: str, column: str) -> tuple[str, ...]:
         """The tasks whose documents a figure is the mean of; none for a group that weighs them otherwise."""
         if name in self._loaded.tasks:
             return (name,)
@@ -180,7 +184,7 @@ class Figures:
         weighs = {each.metric: each.weight_by_size for each in group.aggregate_metric_list or ()}
         members = tuple(task.task_name for task in group.get_all_tasks())
         of_means = all(self._by_task[member].get(column) == "mean" for member in members)
-        return members if of_means and weighs.get(column.partition(",")[0]) else ()
+        return members if of_means and weighs.get(metric) else ()
 
     # -- the harness itself ------------------------------------------------------------------------------
 

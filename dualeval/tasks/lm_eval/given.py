@@ -15,7 +15,7 @@ from torch import nn
 from dualeval.atomic_files import write_text
 from dualeval.columns.ragged import Column
 from dualeval.errors import UsageError
-from dualeval.messages import listed
+from dualeval.messages import counted, listed
 from dualeval.models import text_models
 from dualeval.tasks.lm_eval import USE, template_of
 from dualeval.tasks.lm_eval.base import HarnessTask
@@ -24,7 +24,11 @@ from dualeval.tasks.lm_eval.library import Document, Loaded, as_text
 from dualeval.tasks.lm_eval.requests import Requests
 from dualeval.tasks.options.lm_eval import RequestOptions, ScoredOptions
 
-_KEY = ("task", "document", "index")
+_KEY = {"task": (str, "a text"), "document": (int, "a whole number"), "index": (int, "a whole number")}
+# Of an answer whose hash is that of another request.
+_OTHER = "is to another prompt (its hash differs)"
+# A log-likelihood that rounding alone may have brought above 0.
+_ROUNDING = 1e-3
 
 
 def loaded_for(options: RequestOptions) -> tuple[Loaded, str | None]:
@@ -49,9 +53,16 @@ def write_requests(options: RequestOptions, path: Path) -> int:
             names_of = names.get(request.request_type, ("context", "continuation"))
             key = dict(zip(_KEY, (document.task, document.number, index), strict=True))
             content = {"type": request.request_type, **dict(zip(names_of, request.args, strict=True))}
-            lines.append(json.dumps({**key, **content, "repeats": request.repeats}, ensure_ascii=False))
+            row = {**key, **content, "repeats": request.repeats, "hash": _hash(request)}
+            lines.append(json.dumps(row, ensure_ascii=False))
     write_text(path, "".join(f"{line}\n" for line in lines))
     return len(lines)
+
+
+def _hash(request: Any) -> str:
+    """Of what is asked: an answer with another one answers something else."""
+    content = as_text((request.request_type, request.args))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 class GivenAnswers(HarnessTask):
@@ -63,7 +74,7 @@ class GivenAnswers(HarnessTask):
     def __init__(self, options: ScoredOptions) -> None:
         loaded, template = loaded_for(options)
         self._path = options.answers
-        self._answers, self._hash = _read(options.answers, loaded.documents)
+        self._answers, self._hash, self._unchecked = _read(options.answers, loaded.documents)
         self._set_up(options, loaded, Requests(loaded.documents, ()), str(options.answers), template)
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -81,6 +92,13 @@ class GivenAnswers(HarnessTask):
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         return self._columns(samples, {index: self._answers[index] for index in samples})
 
+    def data_warnings(self) -> list[str]:
+        unchecked = (
+            f"{counted(self._unchecked, 'answer')} without a hash: whether these prompts were answered "
+            f"is not known. Copy hash from the lines of 'dualeval requests' into {self._path}"
+        )
+        return [*super().data_warnings(), *([unchecked] if self._unchecked else [])]
+
     def description(self) -> dict[str, str]:
         return {**super().description(), "answers": str(self._path)}
 
@@ -88,14 +106,17 @@ class GivenAnswers(HarnessTask):
         return {**super().fingerprint(), "answers": self._hash}
 
 
-def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str]:
-    """The answers to each document's requests, all of which are there once; and a hash of the file."""
+def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str, int]:
+    """The answers to each document's requests, which are all there once; a hash of the file; how many of the
+    answers do not say which prompt they answer.
+    """
     requests = {(d.task, d.number, i): r for d in documents for i, r in enumerate(d.requests)}
     found: dict[Any, Sequence[Any]] = {}
-    faults: dict[str, list[str]] = {"is there twice": [], "belongs to no request": []}
+    faults: dict[str, list[str]] = {"is there twice": [], "belongs to no request": [], _OTHER: []}
+    unchecked = 0
     try:
         content = path.read_bytes()
-        lines = content.decode().split("\n")
+        lines = content.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--answers {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -111,10 +132,19 @@ def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str
                 f'{{"task": "gsm8k", "document": 0, "index": 0, "answer": "42"}} '
                 f"({type(error).__name__}: {error})"
             ) from error
+        for (name, (kind, expected)), value in zip(_KEY.items(), key, strict=True):
+            if type(value) is not kind:  # true is 1 in Python
+                raise UsageError(
+                    f"{path}, line {number}: {name} is {as_text(value):.60}, expected {expected}"
+                )
+        unchecked += row.get("hash") is None
         if request is None:
             faults["belongs to no request"].append(f"{key[0]}/{key[1]} {key[2]}")
         elif key in found:
             faults["is there twice"].append(f"{key[0]}/{key[1]} {key[2]}")
+        elif row.get("hash") not in (None, _hash(request)):
+            found[key] = ()
+            faults[_OTHER].append(f"{key[0]}/{key[1]} {key[2]}")
         else:
             found[key] = _checked(answer, request, f"{path}, line {number}")
     faults["is missing"] = [
@@ -123,10 +153,11 @@ def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str
     if said := [f"the answer to {listed(keys, 5)} {fault}" for fault, keys in faults.items() if keys]:
         raise UsageError(
             f"{path} is to have one answer to each of the {len(requests)} requests (task/document index): "
-            f"{'; '.join(said)}. Write the requests with the same options: dualeval requests."
+            f"{'; '.join(said)}. Give the same --tasks, --limit, --num-fewshot, --system and "
+            "--apply-chat-template as 'dualeval requests' had."
         )
     answers: list[Answers] = [[found[d.task, d.number, i] for i in range(len(d.requests))] for d in documents]
-    return answers, hashlib.sha256(content).hexdigest()
+    return answers, hashlib.sha256(content).hexdigest(), unchecked
 
 
 def _checked(answer: Any, request: Any, where: str) -> Sequence[Any]:
@@ -142,9 +173,9 @@ def _checked(answer: Any, request: Any, where: str) -> Sequence[Any]:
     else:
         pair = [answer, False] if request.request_type == ROLLING else answer
         of_two = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool)
-        if of_two and type(pair[0]) in (int, float) and math.isfinite(pair[0]):
+        if of_two and type(pair[0]) in (int, float) and -math.inf < pair[0] <= _ROUNDING:
             value = float(pair[0])
             return [value if request.request_type == ROLLING else (value, pair[1])] * request.repeats
-        alone = "a log-likelihood"
+        alone = "a log-likelihood (0 or less; a loss has the other sign)"
         expected = alone if request.request_type == ROLLING else f"[{alone}, whether it is the greedy text]"
     raise UsageError(f"{where}: the answer is {as_text(answer):.60}, expected {expected}")

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ _SWITCHES = (
     ("datasets.config", "HF_HUB_OFFLINE"),
     ("evaluate.config", "HF_EVALUATE_OFFLINE"),
 )
+# Compiled templates that are kept: texts of documents may be templates, too.
+_TEMPLATES = 256
 
 # -- the library, quiet and without a network ------------------------------------------------------------
 
@@ -84,8 +87,13 @@ def alone() -> Iterator[list[str]]:
     logger, kept = logging.getLogger(PACKAGE), _Kept()
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(kept)
-    switches = [(sys.modules[name], switch) for name, switch in _SWITCHES if name in sys.modules]
-    before = [getattr(module, switch) for module, switch in switches]
+    from lm_eval.utils import env
+
+    changes: list[tuple[Any, str, Any]]
+    changes = [(sys.modules[name], switch, True) for name, switch in _SWITCHES if name in sys.modules]
+    # The library compiles a template anew for each document, and each example in its prompt.
+    changes.append((env, "from_string", lru_cache(_TEMPLATES)(env.from_string)))
+    before = [getattr(owner, name) for owner, name, _ in changes]
     of_numpy, of_python = np.random.get_state(), random.getstate()
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(_OtherThreads(sys.stdout)))
@@ -97,12 +105,12 @@ def alone() -> Iterator[list[str]]:
         np.random.seed(SEEDS["numpy_seed"])
         torch.manual_seed(SEEDS["torch_seed"])
         try:
-            for module, switch in switches:
-                setattr(module, switch, True)
+            for owner, name, value in changes:
+                setattr(owner, name, value)
             yield kept.texts
         finally:
-            for (module, switch), value in zip(switches, before, strict=True):
-                setattr(module, switch, value)
+            for (owner, name, _), value in zip(changes, before, strict=True):
+                setattr(owner, name, value)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             logger.removeHandler(kept)
@@ -279,6 +287,10 @@ class Loaded:
                 chat_template=self._template,
             )
 
+    def showing_answers(self) -> list[str]:
+        """The tasks whose prompts may have the document itself, with its answer, as an example."""
+        return [name for name, task in self.tasks.items() if _draws_itself(task)]
+
     def _refused(self, error: Exception) -> UsageError:
         paths = {leaf.name: leaf.config.get("dataset_path") for leaf in self.leaves}
         text = first_line(error)
@@ -336,6 +348,20 @@ def _matching(manager: Any, name: str) -> list[str]:
         f"--tasks {name}: there is no such task, group or tag; 'lm_eval ls tasks' lists all."
         f"{did_you_mean(name, manager.all_tasks)}"
     )
+
+
+def _draws_itself(task: Any) -> bool:
+    """As ``fewshot_context`` in lm_eval/api/task.py: examples are from the split that is evaluated, and the
+    document is left out of them only where their split is named as the test split is.
+    """
+    config, few = task.config, getattr(task, "fewshot_cfg", None)
+    if few is None or not config.num_fewshot or few.split == config.test_split:
+        return False
+    if few.split is None and few.samples is not None:
+        return False
+    splits = (config.training_split, config.validation_split, config.test_split)
+    drawn = few.split or next((each for each in splits if each is not None), None)
+    return bool(drawn == (config.test_split or config.validation_split))
 
 
 def _by_document(requests: Sequence[Any]) -> dict[int, list[Any]]:

@@ -140,11 +140,15 @@ class EncodedRequests(Requests):
                 continue
             pairs = self._windows(*request.args) if request.request_type == ROLLING else None
             sequences = []
-            for before, after in pairs or [self._pair(*request.args)]:
-                if not 0 < len(after) <= self.max_length:
+            if pairs is None:
+                pairs = [self._pair(*request.args)]
+            if not pairs or not pairs[0][1]:
+                raise UsageError(_nothing_of(document, len(encoded), request.args[-1]))
+            for before, after in pairs:
+                if len(after) > self.max_length:
                     raise UsageError(
                         f"{document.name}: request {len(encoded)} is {len(after)} tokens after its context, "
-                        f"expected 1 to {self.max_length} (--max-length)"
+                        f"expected {self.max_length} at most (--max-length)"
                     )
                 whole = torch.tensor([*before, *after], dtype=torch.int32)
                 cut = cut or len(whole) > self.max_length + 1
@@ -215,6 +219,16 @@ class EncodedRequests(Requests):
             ),
             "cut": torch.tensor([each["cut"] for each in samples]),
         }
+
+
+def _nothing_of(document: Document, number: int, text: str) -> str:
+    """Why a request has no token to score."""
+    if not text.strip():
+        return f"{document.name}: request {number}: the text to score (a choice, a target) is empty"
+    return (
+        f"{document.name}: request {number}: {text!r:.60} has no token of its own, because a token at the "
+        "join spans its context, too: nothing is left to score"
+    )
 
 
 def scores_of(model: nn.Module, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
