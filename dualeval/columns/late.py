@@ -21,10 +21,8 @@ class LateColumns:
     given: Mapping[str, Tensor]
     # What batches have in common whose columns can be made at once.
     kind: object
-
-    def of(self, tensors: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """As these, of other tensors, as the same ones on the host."""
-        raise NotImplementedError
+    # Makes these of other tensors, as the same ones on the host; holds no tensors.
+    of: Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
 
     def joined(self, others: Sequence[LateColumns]) -> LateColumns:
         """These and those of more batches of their kind."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -132,6 +133,7 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
     def __init__(self, given: Mapping[str, Tensor], top: int, read: Collection[str], any_label: bool) -> None:
         self.given = given
         self._top, self._read, self._any_label = top, read, any_label
+        self.of = partial(LogitColumns, top=top, read=read, any_label=any_label)
         self._made: dict[str, Tensor] = {}
         logits, target, *others = given.values()
         # What batches have in common whose columns can be made at once.
@@ -171,9 +173,6 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
     def joined(self, others: Sequence[LateColumns]) -> LogitColumns:
         batches = [self.given, *(batch.given for batch in others)]
         return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
-
-    def of(self, inputs: Mapping[str, Any]) -> LogitColumns:
-        return LogitColumns(inputs, self._top, self._read, self._any_label)
 
 
 def observed_logits(

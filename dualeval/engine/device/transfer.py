@@ -99,8 +99,9 @@ class Uploads:
 def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     """Start the copy of a batch's columns to the host, after the work queued in the current stream."""
     if isinstance(columns, LateColumns):
-        download = start_download(accelerator, columns.given)
-        return lambda: columns.of(download())
+        # Not the columns themselves, which hold the device's memory.
+        of, download = columns.of, start_download(accelerator, columns.given)
+        return lambda: of(download())
     kinds = {name: type(column) for name, column in columns.items()}
     # The tensors that the columns are made of, and how many each has; soon their copies on the host.
     parts = [part for column in columns.values() for part in parts_of(column)]

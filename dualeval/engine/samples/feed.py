@@ -14,7 +14,7 @@ import stat
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from dualeval.engine.device.transfer import Begun, Uploads, map_batch
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.samples.samples import Samples
 from dualeval.engine.samples.subset import index_of, name_of
-from dualeval.engine.values.nests import zeros_like
+from dualeval.engine.values.nests import tensors_in, zeros_like
 from dualeval.engine.values.options import RunOptions
 from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.process.start import end_with_parent
@@ -360,8 +360,16 @@ class Feed:
         def ready(future: Future[Begun], failed: tuple[FailedSample, ...]) -> Read:
             return self._timed(lambda: uploads.hand_over(future.result())), failed
 
+        problems: list[Exception] = []
         with closing(read), ExitStack() as stack:
-            for data, failed in read:
+            while True:
+                try:
+                    data, failed = next(read)
+                except StopIteration:
+                    break
+                except Exception as error:  # noqa: BLE001 - raised behind the batch that is being written
+                    problems.append(error)
+                    break
                 if pool is None and _bytes_in(data) >= _LARGE_BATCH:
                     pool = stack.enter_context(ThreadPoolExecutor(1, "dualeval-upload"))
                 if pool is None:
@@ -375,6 +383,8 @@ class Feed:
                     yield ready(*begun.popleft())
             while begun:
                 yield ready(*begun.popleft())
+            if problems:
+                raise problems.pop()  # a variable would hold it, and be held by its traceback
 
     def _timed(self, work: Callable[[], Any]) -> Any:
         self._step(Stage.TRANSFER)
@@ -411,16 +421,7 @@ class Feed:
 
 def _bytes_in(data: Any) -> int:
     """The bytes of a batch's tensors."""
-    size, rest = 0, [data]
-    while rest:
-        each = rest.pop()
-        if isinstance(each, torch.Tensor):
-            size += each.numel() * each.itemsize
-        elif isinstance(each, Mapping):
-            rest += each.values()
-        elif isinstance(each, (list, tuple)):
-            rest += each
-    return size
+    return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_in(data))
 
 
 def _read_by_position() -> dict[int, tuple[str, int]]:

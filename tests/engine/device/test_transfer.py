@@ -34,6 +34,7 @@ from dualeval.engine.samples.feed import Feed, Reader
 from dualeval.engine.values.options import RunOptions
 from dualeval.errors import DualevalError, Stopped
 from dualeval.metrics import Mean
+from dualeval.metrics.classification import LogitColumns
 from dualeval.options.precision import FP32
 from dualeval.world import World
 from dualeval.world.devices import connect
@@ -287,6 +288,27 @@ def test_a_thread_that_fails_ends_the_run_with_what_is_finished(
     assert found.chunks["resumed"] in (9, 10)
 
 
+@pytest.mark.parametrize("large", [1, 1 << 20], ids=["thread", "no thread"])
+def test_a_batch_that_cannot_be_read_loses_none_before_it(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
+    monkeypatch.setattr(feed, "_LARGE_BATCH", large)
+    device, breaks = play(Played()), [True]
+
+    class Breaking(PlayedTask):
+        def collate(self, samples: Any) -> Any:
+            if breaks and 100 in self.dataset().reads:
+                raise ValueError("cannot be collated")
+            return super().collate(samples)
+
+    options: dict[str, Any] = {"batch_size": 8, "workers": 0}
+    with pytest.raises(ValueError, match="cannot be collated"):
+        evaluate(Breaking(301, device), tmp_path / "out", **options)
+    breaks.clear()
+    # Of 12 all but the two that were computed; with the thread it is no more.
+    assert evaluate(Breaking(301, device), tmp_path / "out", **options).chunks["resumed"] == 10
+
+
 class Failing(Mean):
     """Counts the first batch, and fails at the first fold of more."""
 
@@ -406,6 +428,17 @@ def test_a_column_of_an_earlier_batch_stays() -> None:
     device = Played(["computing"])
     pending = [start_download(device, {"x": torch.full((5,), number)}) for number in range(8)]
     assert [wait()["x"].tolist() for wait in pending] == [[number] * 5 for number in range(8)]
+
+
+def test_a_pending_batch_holds_nothing_on_the_device() -> None:
+    device, pending = Played(), []
+    for shape in ((8, 10), (8,)):
+        given = {"logits": device.empty(torch.empty(shape)), "target": device.empty(torch.empty(8).long())}
+        columns = given if len(shape) == 1 else LogitColumns(given, 5, (), any_label=False)
+        pending.append(start_download(device, columns))
+        del given, columns
+    # The packed bytes of each are free again, too, once their copies are queued.
+    assert device.held == 0 and len(pending) == 2
 
 
 class Pinned(Tensor):

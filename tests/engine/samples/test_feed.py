@@ -462,3 +462,8 @@ def test_positions_in_files_are_not_looked_at_without_proc(
         assert read.fileno() in found and written.fileno() not in found
         monkeypatch.setattr(feed, "_DESCRIPTORS", tmp_path / "none")
         assert feed._read_by_position() == {}
+
+
+def test_the_bytes_of_a_batch_are_those_in_all_kinds_of_nests() -> None:
+    nest = {"a": [Scan(torch.zeros(4), 1.0), (torch.zeros(2).bool(),)], "b": "x"}
+    assert feed._bytes_in(nest) == 18
