@@ -182,6 +182,8 @@ def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -
         run(made, model, tmp_path / model, ["both", "pages", "numbers"])
     # A run of one task alone has its figure defined alike.
     run(made, "llama", tmp_path / "alone", ["pages"])
+    with pytest.raises(UsageError, match=r"only in A.*over the same samples \(--tasks, --limit"):
+        compare(tmp_path / "gpt2", tmp_path / "alone")
     found = compare(tmp_path / "gpt2", tmp_path / "llama", by=["topic"])
     assert {"choices/acc", "both/acc", "pages/bits_per_byte"} <= found.metrics.keys()
     assert {group.label for group in found.slices["topic"]} == {"north", "south"}
