@@ -156,11 +156,12 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
     only_a = ids.filter(matches.is_null())
     only_b = other_ids.filter(pyarrow.compute.index_in(other_ids, value_set=ids).is_null())
     if len(only_a) or len(only_b):
+        source = "--tasks" if "tasks" in a.result.job else "--data"  # a harness's tasks name their own data
         raise UsageError(
             f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
             f"in both, {len(only_a):,} only in A{_named(only_a)}, {len(only_b):,} only in B{_named(only_b)}. "
-            "A comparison needs pairs: evaluate both over the same samples (--data, --limit, or --sample "
-            "and --seed)."
+            f"A comparison needs pairs: evaluate both over the same samples ({source}, --limit, or "
+            "--sample and --seed)."
         )
     rows: npt.NDArray[np.int64] = matches.to_numpy().astype(np.int64)
     return rows

@@ -94,6 +94,7 @@ class LanguageModeling(CausalTask):
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
         positions = _positions_of(model if isinstance(model, nn.Module) else self._model.base)
+        self._called = self._model.base if isinstance(model, str | Path) else "the model"
         self._asked_length = settings.max_length
         self._max_length = settings.max_length or min(positions or _LONGEST, _LONGEST)
         if is_known or settings.max_length is None:
@@ -170,10 +171,10 @@ class LanguageModeling(CausalTask):
 
     def _check_positions(self, positions: int | None) -> None:
         if self._asked_length is None and min(positions or 0, _LONGEST) != self._max_length:
-            raise UsageError(
-                "the model does not say in a configuration how many tokens it sees at once, or others than "
-                f"{self._model.folder}: give --max-length N (max_length=N)."
-            )
+            found = "no number of positions in its config.json"
+            if positions is not None:
+                found = f"{positions} positions in its configuration, and not those of {self._model.folder}"
+            raise UsageError(f"{self._called} has {found}: give --max-length N, such as 512 (max_length=N).")
         if positions is not None and self._max_length > positions:
             raise UsageError(
                 f"--max-length {self._max_length} is more than the {positions} positions of the model in "

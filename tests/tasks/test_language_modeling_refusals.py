@@ -172,11 +172,20 @@ def test_models_and_tokenizers_that_do_not_fit_are_refused(made: Made, tmp_path:
         library.AutoTokenizer.from_pretrained(made["gpt2"]).save_pretrained(folder)
         run(folder, made["texts"], None, max_length=8)
     fixed = Fixed(torch.zeros(300, 300))
-    with pytest.raises(UsageError, match="does not say in a configuration how many tokens"):
+    with pytest.raises(UsageError, match=r"the model has no number of positions in its config\.json: give"):
         LanguageModeling(model=fixed, **texts)
     # Of a function it is known when the model is built: the folder of the tokenizer may be another model's.
-    with pytest.raises(UsageError, match=r"or others than .*: give --max-length N \(max_length=N\)"):
+    with pytest.raises(
+        UsageError, match=r"has no number .*: give --max-length N, such as 512 \(max_length=N\)"
+    ):
         run(lambda: fixed, out=None, **texts)
+    fixed.config = library.GPT2Config(n_positions=32)
+    with pytest.raises(
+        UsageError, match=r"the model has 32 positions in its config.*, and not those of .*gpt2"
+    ):
+        run(lambda: fixed, out=None, **texts)
+    with pytest.raises(UsageError, match=r"mamba has no number of positions in its config\.json: give --max"):
+        run(save_causal(tmp_path / "mamba", "Mamba"), made["texts"], None)
     with pytest.raises(UsageError, match="--max-length 65 is more than the 64 positions"):
         make = lambda: library.AutoModelForCausalLM.from_pretrained(made["gpt2"])  # noqa: E731
         run(make, out=None, max_length=65, **texts)

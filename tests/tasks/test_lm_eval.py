@@ -24,7 +24,7 @@ from dualeval.tasks.options.lm_eval import RequestOptions, ScoredOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors, message_of
 from tests.vehicles import questions
-from tests.vehicles.causal_models import write_lines
+from tests.vehicles.causal_models import save_causal, write_lines
 from tests.vehicles.harness_tasks import (
     ALL,
     PLAIN,
@@ -197,6 +197,8 @@ def test_two_models_are_compared_by_task_and_group(made: Made, tmp_path: Path) -
         run(made, model, tmp_path / model, ["both", "pages", "numbers"])
     # A run of one task alone has its figure defined alike.
     run(made, "llama", tmp_path / "alone", ["pages"])
+    with pytest.raises(UsageError, match=r"only in A.*over the same samples \(--tasks, --limit"):
+        compare(tmp_path / "gpt2", tmp_path / "alone")
     found = compare(tmp_path / "gpt2", tmp_path / "llama", by=["topic"])
     assert {"choices/acc", "both/acc", "pages/bits_per_byte"} <= found.metrics.keys()
     assert {group.label for group in found.slices["topic"]} == {"north", "south"}
@@ -267,6 +269,12 @@ def test_what_cannot_be_evaluated_is_refused_before_it_runs(
         changed(folder, tasks, before, after)
     with pytest.raises(UsageError, match=said):
         LmEval(model=made["gpt2"], tasks=tasks, include_path=folder)
+
+
+def test_a_model_with_an_encoder_is_refused(made: Made, tmp_path: Path) -> None:
+    folder = save_causal(tmp_path / "t5", "T5", pad_token_id=1)
+    with pytest.raises(UsageError, match="t5 has an encoder: expected a causal language model"):
+        LmEval(model=folder, tasks="words", include_path=made["tasks"])
 
 
 def test_an_own_yaml_that_includes_own_code_is_refused(made: Made, tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ class LmEval(HarnessTask, CausalTask):
                     config = transformers_for(USE.name).AutoConfig.from_pretrained(folder, **LOCAL)
                 except (OSError, ValueError):  # a folder of a tokenizer alone; of a model it is said later
                     pass
+        if getattr(config, "is_encoder_decoder", False):
+            raise UsageError(
+                f"the model in {self._model.base} has an encoder: expected a causal language model, such as "
+                "one of GPT's or Llama's kind. Answers of others can come through 'dualeval score'."
+            )
         known: int = resolve_max_length(config, tokenizer)
         if asked is not None and config is not None and asked > known:
             raise UsageError(
