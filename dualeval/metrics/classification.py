@@ -133,7 +133,9 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
     def __init__(self, given: Mapping[str, Tensor], top: int, read: Collection[str], any_label: bool) -> None:
         self.given = given
         self._top, self._read, self._any_label = top, read, any_label
-        self.of = partial(LogitColumns, top=top, read=read, any_label=any_label)
+        self.of: Callable[[Mapping[str, Any]], LogitColumns] = partial(
+            LogitColumns, top=top, read=read, any_label=any_label
+        )
         self._made: dict[str, Tensor] = {}
         logits, target, *others = given.values()
         # What batches have in common whose columns can be made at once.
