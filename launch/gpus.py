@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers.srun import is_step_of_tasks
 
 # By these Slurm tells a task that it was given GPUs: how many, or the numbers of the step's or the job's. A
 # step without any ("srun --gres=none") has the job's all the same, and neither of the others.
@@ -63,7 +62,11 @@ def promised_gpus(environ: Mapping[str, str]) -> str:
     if _SLURM_COUNT in environ:
         count = environ[_SLURM_COUNT]
         return "" if count in ("", "0") else f"{_SLURM_COUNT}={count}"
-    in_step = is_step_of_tasks(environ.get("SLURM_STEP_ID", ""))
+    in_step = False
+    if "SLURM_STEP_ID" in environ:  # only then is Slurm's file needed
+        from dualeval.launch.launchers.srun import is_step_of_tasks
+
+        in_step = is_step_of_tasks(environ["SLURM_STEP_ID"])
     for name in (_SLURM_STEPS, *([] if in_step else [_SLURM_JOBS])):
         if environ.get(name):
             return f"{name}={environ[name]}"

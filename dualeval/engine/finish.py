@@ -28,7 +28,6 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
 from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.values.limits import limited_by
 from dualeval.engine.values.measured import clustered_fields, measure
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
@@ -209,7 +208,12 @@ class _Ended:
         findings = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
         remaining = self._previous.chunks.remaining
-        batches = sum(len(plan.chunk_batches(chunk)) for chunk in remaining)
+        limit = None
+        if any(report["workers"] for report in reports):  # who reads itself does not wait
+            from dualeval.engine.values.limits import limited_by
+
+            batches = sum(len(plan.chunk_batches(chunk)) for chunk in remaining)
+            limit = limited_by(reports, batches, run.device.type)
         looked = [unlike for report in reports for unlike in report["unlike"]]
         return Result(
             metrics={},
@@ -253,7 +257,7 @@ class _Ended:
                 "setup_s": self._loop.setup_s,
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
-                "limited_by": limited_by(reports, batches, run.device.type),
+                "limited_by": limit,
             },
             samples_per_s=plan.samples_in(remaining) / evaluate_s,
             warnings=[
