@@ -46,7 +46,7 @@ class LmEval(HarnessTask, CausalTask):
         metrics: names of metrics; none for all.
         cache: what other tasks of the run have found.
         options: the others of ``dualeval run``, by the same names (docs/lm-eval.md): weights, weights_key,
-            weights_prefix, trust_checkpoint, include_path, trust_tasks, limit, num_fewshot,
+            weights_prefix, trust_checkpoint, adapter, include_path, trust_tasks, limit, num_fewshot,
             apply_chat_template, fewshot_as_multiturn, system, max_length, bootstrap_iters, keep.
 
     Raises:
