@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dualeval.engine.control import plane as control_plane
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.errors import PeerError
 from dualeval.launch import detect
-from dualeval.world import waiting
+from dualeval.world import store, waiting
 from dualeval.world.devices import connect, take_cores
 from dualeval.world.store import join_store
 
@@ -64,7 +63,7 @@ def waits(backend_name: str, late: str, folder: str) -> None:
     come("join")
     with connect(backend_name, WORLD, "cpu") as backend:
         come("first")
-        vars(control_plane)["join_store"] = come_and_join
+        vars(store)["join_store"] = come_and_join
         plane = open_control_plane(backend)
         come("cores")
         take_cores(backend, sets_threads=True)
