@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +16,7 @@ from torch.nn.functional import cross_entropy
 from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import read_state_dict
-from dualeval.models.generation import NONE as NONE
-from dualeval.models.generation import greedy as greedy
-from dualeval.models.generation import is_of_library as is_of_library
-from dualeval.models.generation import logits_of as logits_of
+from dualeval.models.generation import is_of_library, logits_of
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.loading import load_state_dict
 from dualeval.models.model_errors import first_line
@@ -327,14 +324,20 @@ def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
 
     In float32 for each token, and added up in float64.
     """
-    logits = logits_of(model(group["inputs"], **({"use_cache": False} if is_of_library(model) else {})))
-    # A row at a time: the logits are large, and this takes as much again.
     return torch.stack(
         [
-            cross_entropy(row[first:stop].float(), targets[first:stop], reduction="none").double().sum()
-            for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True)
+            cross_entropy(logits, targets, reduction="none").double().sum()
+            for logits, targets in predicted(model, group)
         ]
     )
+
+
+def predicted(model: nn.Module, group: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each row the logits, float32 (tokens, vocabulary), and targets of the tokens that are predicted."""
+    logits = logits_of(model(group["inputs"], **({"use_cache": False} if is_of_library(model) else {})))
+    # A row at a time: the logits are large, and this takes as much again.
+    for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True):
+        yield row[first:stop].float(), targets[first:stop]
 
 
 def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int]:
@@ -350,6 +353,12 @@ def changes_of_search(model: nn.Module) -> list[str]:
     config = getattr(model, "generation_config", None)
     values = {name: getattr(config, name, None) for name in _CHANGES_OF_SEARCH}
     return [f"{n} {v!s:.40}" for n, v in values.items() if v not in (None, [], _CHANGES_OF_SEARCH[n])]
+
+
+def search_warnings(changes: Sequence[str], answers: str, other: str) -> list[str]:
+    """What to say where these are not done: ``answers`` are plain ones, and ``other`` may give others."""
+    begin = f"the model's generation_config asks for {', '.join(changes)}, which is not done here:"
+    return [f"{begin} {answers} ones, and may differ from those of {other}"] if changes else []
 
 
 class CausalTokens:

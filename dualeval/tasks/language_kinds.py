@@ -25,7 +25,7 @@ from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import plain_text
 from dualeval.models.generation import MOST_DRAWN, NONE, Way, drawn, greedy
-from dualeval.models.text_models import CausalTokens, losses_of
+from dualeval.models.text_models import CausalTokens, losses_of, search_warnings
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 _SIZES = ("tokens", "bytes", "words")
@@ -238,10 +238,8 @@ class Answers(RowKind):
         self._ends[[*ends]] = True
 
     def warnings(self) -> list[str]:
-        asked = ", ".join(self.other_search)
-        begin = f"the model's generation_config asks for {asked}, which is not done here: answers are plain "
         kind = "drawn" if self.temperature else "greedy"
-        return [f"{begin}{kind} ones, and may differ from those of model.generate()"] if asked else []
+        return search_warnings(self.other_search, f"answers are plain {kind}", "model.generate()")
 
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)

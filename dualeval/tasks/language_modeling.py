@@ -20,7 +20,6 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.metric import chosen
 from dualeval.models import text_models
-from dualeval.models.generation import way_of
 from dualeval.models.transformers_folder import LOCAL, config_of, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
@@ -32,8 +31,6 @@ from dualeval.tasks.text_task import CausalTask, Model
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
 _LONGEST = 2048
-# Tokens on which it is tried what a model keeps of earlier ones.
-_FEW = 8
 _WORDS = {DOCUMENTS: "documents", CHOICES: "rows with choices", ANSWERS: "rows with prompt and answer"}
 # The options that only one kind of data has.
 _KIND_OF = {
@@ -157,16 +154,10 @@ class LanguageModeling(CausalTask):
 
     def _try(self, model: nn.Module, device: torch.device) -> None:
         self._check_positions(_positions_of(model))
-        self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
-        # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
-        logits = self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]]))
-        if not self._is_encoded:
-            self._check_causal(logits)
-        width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
+        width = self._tried_width(model, self._max_length)
         if isinstance(self._kind, Answers):
-            few = torch.arange(2 * min(_FEW, self._max_length)).view(2, -1) % self._known
             ends = text_models.end_tokens(model, self._tokens.ends)
-            self._kind.continue_as(way_of(model, few), ends, width, device)
+            self._kind.continue_as(self._way_of(model, self._max_length), ends, width, device)
             self._kind.other_search = text_models.changes_of_search(model)
 
     def _check_positions(self, positions: int | None) -> None:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models import text_models
-from dualeval.models.generation import is_of_library, logits_of
+from dualeval.models.generation import Way, is_of_library, logits_of, way_of
 from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
 from dualeval.tasks.options.base import TextOptions
 from dualeval.tasks.refusals import copy_sharing_tensors
 
+# Tokens on which it is tried what a model keeps of earlier ones.
+_FEW = 8
 # A folder, or from Python a module or what returns one.
 Model = str | Path | nn.Module | Callable[[], nn.Module]
 
@@ -79,10 +81,24 @@ class TextTask(Task):
 class CausalTask(TextTask):
     """A causal language model, which is tried on tokens."""
 
-    # How many tokens it knows; set by ``_try``.
+    _tokens: text_models.CausalTokens
+    # How many tokens it knows; set by ``_tried_width``.
     _known: int
     # Whether it has an encoder, which reads the prompts.
     _is_encoded = False
+
+    def _tried_width(self, model: nn.Module, length: int) -> int:
+        """Try the model on texts of up to so many tokens; returns the width of its logits."""
+        self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
+        # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
+        logits = self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]]))
+        if not self._is_encoded:
+            self._check_causal(logits)
+        return self._try_out(model, torch.zeros((1, length), dtype=torch.int64)).shape[2]
+
+    def _way_of(self, model: nn.Module, length: int) -> Way:
+        """How the model is asked for the next token, tried on a few tokens."""
+        return way_of(model, torch.arange(2 * min(_FEW, length)).view(2, -1) % self._known)
 
     def _check_causal(self, logits: Tensor) -> None:
         """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""

@@ -257,6 +257,7 @@ def changed(folder: Path, name: str, before: str, after: str) -> Path:
         ("numbers", "do_sample: false", "num_beams: 3", "generates with num_beams 3, which is not done"),
         ("numbers", "max_gen_toks: 12", "max_gen_toks: 400", "asks for 400 new tokens .max_gen_toks"),
         ("words", "question", "quest", "lm_eval cannot load words: UndefinedError: 'quest' is undefined"),
+        pytest.param("both", "mutual]", "mutuel]", "a group names 'mutuel'", marks=pytest.mark.long),
         pytest.param("wordz", "", "", "--tasks wordz: there is no such task", marks=pytest.mark.long),
         ("words.yaml", "", "", "--tasks words.yaml: give the name in it"),
     ],
@@ -325,6 +326,12 @@ def test_a_document_that_cannot_be_answered_is_left_out_where_asked(made: Made, 
         *(number(each.metrics["words/perplexity"]) for each in (result, without)), rel_tol=1e-6
     )
     assert len((tmp_path / "out/samples_words_dualeval.jsonl").read_text().splitlines()) == 12
+
+
+def test_a_task_of_which_no_document_is_drawn_has_an_empty_file(made: Made, tmp_path: Path) -> None:
+    evaluate(task_of(made, tasks=["words", "pages"]), tmp_path, batch_size=4, sample=1)
+    files = [(tmp_path / f"samples_{name}_dualeval.jsonl").read_text() for name in ("words", "pages")]
+    assert sorted(len(text.splitlines()) for text in files) == [0, 1]
 
 
 def test_a_text_without_tokens_is_named(made: Made, tmp_path: Path) -> None:

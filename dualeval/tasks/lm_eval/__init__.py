@@ -16,7 +16,7 @@ from dualeval.data.token_groups import refuse_unknown
 from dualeval.errors import UsageError
 from dualeval.metrics import Count
 from dualeval.models import text_models
-from dualeval.models.generation import NONE, Way, way_of
+from dualeval.models.generation import NONE, Way, greedy
 from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
@@ -24,15 +24,13 @@ from dualeval.tasks.keywords import LmEvalKeywords
 from dualeval.tasks.lm_eval.base import HarnessTask
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING, Answers
 from dualeval.tasks.lm_eval.library import Document, Loaded, check_installed
-from dualeval.tasks.lm_eval.requests import EncodedRequests, ends_of, scores_of, tokens_after
+from dualeval.tasks.lm_eval.requests import EncodedRequests, ends_of, scores_of
 from dualeval.tasks.options.lm_eval import LmEvalOptions
 from dualeval.tasks.text_task import CausalTask, Model
 
 USE = text_models.Use(name="tasks of the harness", kind="AutoModelForCausalLM")
 # Tokens of the longest text that a model is tried with before the loop.
 _MOST_TRIED = 2048
-# Tokens of the texts that a way of continuing them is tried on.
-_FEW = 8
 
 
 class LmEval(HarnessTask, CausalTask):
@@ -115,17 +113,15 @@ class LmEval(HarnessTask, CausalTask):
         return asked or known
 
     def _try(self, model: nn.Module, device: torch.device) -> None:
-        self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
-        self._check_causal(self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]])))
         length = min(self._max_length, _MOST_TRIED)
-        width = self._try_out(model, torch.zeros((1, length), dtype=torch.int64)).shape[2]
+        width = self._tried_width(model, length)
         stops = text_models.end_tokens(model, self._tokens.ends)
         self._ends = [
             ends_of(self._tokens, each, stops, width).to(device) for each in self._encoded.generations
         ]
         self._stops = stops
         if self._ends:
-            self._way = way_of(model, torch.arange(2 * min(_FEW, length)).view(2, -1) % self._known)
+            self._way = self._way_of(model, length)
         self._other_search = text_models.changes_of_search(model) if self._ends else []
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -142,7 +138,8 @@ class LmEval(HarnessTask, CausalTask):
             for each in batch["generated"]
         ]
         return scored, [
-            [tokens_after(model, p, ends, most, self._way) for p in groups] for ends, most, groups in kinds
+            [greedy(model, prompts, ends, most, way=self._way)[0] for prompts in groups]
+            for ends, most, groups in kinds
         ]
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
@@ -200,10 +197,8 @@ class LmEval(HarnessTask, CausalTask):
         return answers
 
     def data_warnings(self) -> list[str]:
-        asked = ", ".join(self._other_search)
-        begin = f"the model's generation_config asks for {asked}, which is not done here: texts are plain "
-        search = f"{begin}greedy ones, and may differ from those of the harness"
-        return [*super().data_warnings(), *([search] if asked else [])]
+        of_search = text_models.search_warnings(self._other_search, "texts are plain greedy", "the harness")
+        return [*super().data_warnings(), *of_search]
 
     def options(self) -> dict[str, Any]:
         return {**self._model.options(), **super().options(), "max_length": self._max_length}

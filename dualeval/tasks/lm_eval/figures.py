@@ -9,6 +9,8 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from dualeval.atomic_files import write_text
 from dualeval.errors import DualevalError
-from dualeval.metrics import Mean, Measured, Ratio, Score
+from dualeval.metrics import Mean, Measured, Ratio
 from dualeval.metrics.means import BitsPerByte
 from dualeval.metrics.metric import FRACTION, direction
 from dualeval.tasks.lm_eval.library import SEEDS, Document, Loaded, alone
@@ -173,8 +175,7 @@ class Figures:
             measured.intervals[key] = ends
         for why in ours.rough.values():
             measured.rough[key] = why
-        score = {**metric.score.to_json(), "least": metric.least}
-        measured.scores[key] = Score(**score, where=TASK, where_is=members)
+        measured.scores[key] = replace(metric.score, where=TASK, where_is=members)
 
     def _members(self, name: str, metric: str, column: str) -> tuple[str, ...]:
         """The tasks whose documents a figure is the mean of; none for a group that weighs them otherwise."""
@@ -243,40 +244,50 @@ class Figures:
 
     def files(self) -> dict[str, Callable[[Path], None]]:
         """The harness's files by name, and what writes each, behind ``compute``."""
-        names = [
-            f"results_{_DATE}.json",
-            *(f"samples_{_plain(name)}_{_DATE}.jsonl" for name in self._by_task),
-        ]
-        return {name: lambda path: self._write(path) for name in names}
+        samples = {
+            f"samples_{_plain(name)}_{_DATE}.jsonl": partial(self._write_samples, name)
+            for name in self._by_task
+        }
+        return {f"results_{_DATE}.json": self._write_results, **samples}
 
-    def _write(self, path: Path) -> None:
-        from lm_eval.loggers import EvaluationTracker
+    def _write_results(self, path: Path) -> None:
+        results = self._last[0]
+        asked, model = self._loaded.asked, f"pretrained={self._config['model']}"
+        parts = {key: value for key, value in results.items() if key != "samples"}
+        config = {"model": "dualeval", "model_args": model, "limit": asked.limit, **SEEDS}
+        config["bootstrap_iters"] = self._iterations
 
-        results, samples = self._last[0], self._last[0]["samples"]
-        with tempfile.TemporaryDirectory() as folder, alone() as said:
-            tracker = EvaluationTracker(output_path=str(Path(folder) / "results.json"))
-            asked, model = self._loaded.asked, f"pretrained={self._config['model']}"
+        def save(tracker: Any) -> None:
             tracker.general_config_tracker.log_experiment_args(
                 "dualeval", model, asked.system, self._config["template"], asked.fewshot_as_multiturn
             )
-            parts = {key: value for key, value in results.items() if key != "samples"}
-            config = {"model": "dualeval", "model_args": model, "limit": asked.limit, **SEEDS}
-            config["bootstrap_iters"] = self._iterations
-            tracker.save_results_aggregated({**parts, "config": config}, samples)
-            task = next(
-                (name for name in samples if f"samples_{_plain(name)}_{_DATE}.jsonl" == path.name), None
-            )
-            if task is not None:
-                tracker.save_results_samples(task, [dict(each) for each in samples[task]])
-            written = sorted(Path(folder).glob("samples_*" if task is not None else "results_*"))
-            if said or (not written and not path.name.startswith("samples_")):
-                raise DualevalError(f"lm_eval cannot write {path.name}: {'; '.join(said)}")
-            text = written[0].read_text("utf-8") if written else ""
-        if task is None:  # the same bits from the same answers
-            content = json.loads(text)
-            del content["total_evaluation_time_seconds"]
-            text = json.dumps(content, indent=2, ensure_ascii=False)
-        write_text(path, text)
+            tracker.save_results_aggregated({**parts, "config": config}, results["samples"])
+
+        content = json.loads(_saved(save, path))
+        del content["total_evaluation_time_seconds"]  # the same bits from the same answers
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False))
+
+    def _write_samples(self, name: str, path: Path) -> None:
+        samples = self._last[0]["samples"].get(name)
+
+        def save(tracker: Any) -> None:
+            tracker.date_id = _DATE  # else of save_results_aggregated, which hashes all samples
+            tracker.save_results_samples(name, [dict(each) for each in samples])
+
+        # None: no document of this task was drawn.
+        write_text(path, "" if samples is None else _saved(save, path))
+
+
+def _saved(save: Callable[[Any], None], path: Path) -> str:
+    """The file that the harness's tracker saves, which is to be ``path``."""
+    from lm_eval.loggers import EvaluationTracker
+
+    with tempfile.TemporaryDirectory() as folder, alone() as said:
+        save(EvaluationTracker(output_path=str(Path(folder) / "results.json")))
+        written = [*Path(folder).iterdir()]
+        if said or not written:
+            raise DualevalError(f"lm_eval cannot write {path.name}: {'; '.join(said)}")
+        return written[0].read_text("utf-8")
 
 
 def _columns_of(task: Any) -> dict[str, str]:

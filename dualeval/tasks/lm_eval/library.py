@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -134,15 +134,16 @@ def _leaves(index: Mapping[str, Any], member: Any, more: Mapping[str, Any], file
     """The tasks that a name or an entry of a group stands for; KeyError names one that is not there."""
     item = {"task": member} if isinstance(member, str) else dict(member)
     name = item.pop("group", None) or item["task"]
-    entry, inside = (index.get(name), None) if isinstance(name, str) else (None, name)
+    entry = index.get(name) if isinstance(name, str) else None
     if entry is None:
-        inside = item["task"] if isinstance(item.get("task"), list) else None
-        if inside is None and len(item) == 1:
+        if isinstance(item.get("task"), list):
+            inherited = {**more, **{k: v for k, v in item.items() if k != "task"}}
+            for each in item["task"]:
+                yield from _leaves(index, each, inherited, files)
+        elif len(item) == 1:
             raise KeyError(name)
-        if inside is None:  # a task that a group defines itself
+        else:  # a task that a group defines itself
             yield _Leaf(name=name, config={**more, **item}, files=files)
-        for each in inside or ():
-            yield from _leaves(index, each, {**more, **{k: v for k, v in item.items() if k != "task"}}, files)
         return
     files = (*files, entry.yaml_path) if entry.yaml_path else files
     item.pop("task", None)
@@ -246,9 +247,7 @@ class Loaded:
         check_installed()
         self.asked, self._template = asked, template
         with alone():
-            manager = _manager(asked, cache or DataCache())
-            names = [name for each in asked.tasks for name in _matching(manager, each)]
-            self.leaves = [leaf for name in names for leaf in _leaves(manager.task_index, name, {}, ())]
+            manager, names, self.leaves = _chosen(asked, cache or DataCache())
             _check(self.leaves, asked.trust_tasks)
             try:
                 self.tree = manager.load(names)
@@ -319,8 +318,8 @@ class Loaded:
         return {"library": self.library(), "tasks": tasks, "versions": as_text(self.versions())}
 
 
-def _manager(asked: PromptOptions, cache: DataCache) -> Any:
-    """What finds tasks: in the caller's folder alone where that has all of them, else in all (15 s)."""
+def _chosen(asked: PromptOptions, cache: DataCache) -> tuple[Any, list[str], list[_Leaf]]:
+    """What finds tasks, and what it has found: in the caller's folder if that has all, else in all (15 s)."""
     from lm_eval.tasks import TaskManager
 
     own = asked.include_path
@@ -330,14 +329,22 @@ def _manager(asked: PromptOptions, cache: DataCache) -> Any:
         if not own.is_dir():
             raise UsageError(f"--include-path {own}: expected a folder with YAML files of tasks.")
         manager = TaskManager(include_path=str(own), include_defaults=False)
-        try:
-            for each in asked.tasks:
-                found = _matching(manager, each)
-                _ = [leaf for name in found for leaf in _leaves(manager.task_index, name, {}, ())]
-            return manager
-        except (KeyError, UsageError):
-            pass
-    return cache.once(("lm-eval", own), lambda: TaskManager(include_path=None if own is None else str(own)))
+        with suppress(UsageError):
+            return (manager, *_found(manager, asked))
+    path = None if own is None else str(own)
+    manager = cache.once(("lm-eval", own), lambda: TaskManager(include_path=path))
+    return (manager, *_found(manager, asked))
+
+
+def _found(manager: Any, asked: PromptOptions) -> tuple[list[str], list[_Leaf]]:
+    names = [name for each in asked.tasks for name in _matching(manager, each)]
+    try:
+        return names, [leaf for name in names for leaf in _leaves(manager.task_index, name, {}, ())]
+    except KeyError as error:
+        raise UsageError(
+            f"--tasks {','.join(asked.tasks)}: a group names {error.args[0]!r}, and there is no such task, "
+            "group or tag. Correct its YAML file, or give the folder of that task with --include-path."
+        ) from error
 
 
 def _matching(manager: Any, name: str) -> list[str]:

@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns, WithColumns
 from dualeval.data.token_groups import collate_prompts, collate_sequences
 from dualeval.errors import UsageError
-from dualeval.models.generation import Way, greedy, is_of_library, logits_of
-from dualeval.models.text_models import CausalTokens
+from dualeval.models.text_models import CausalTokens, predicted
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING
 from dualeval.tasks.lm_eval.library import Document, as_text
 
@@ -233,18 +232,11 @@ def _nothing_of(document: Document, number: int, text: str) -> str:
 
 def scores_of(model: nn.Module, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Of each row the log-likelihood of its predicted tokens, float64, and whether each was the likeliest."""
-    logits = logits_of(model(group["inputs"], **({"use_cache": False} if is_of_library(model) else {})))
     lls, likeliest = [], []
-    for row, targets, (first, stop) in zip(logits, group["targets"], group["predicted"], strict=True):
-        wanted, found = targets[first:stop], row[first:stop].float()
-        lls.append(-cross_entropy(found, wanted, reduction="none").double().sum())
-        likeliest.append((found.argmax(1) == wanted).all())
+    for logits, targets in predicted(model, group):
+        lls.append(-cross_entropy(logits, targets, reduction="none").double().sum())
+        likeliest.append((logits.argmax(1) == targets).all())
     return torch.stack(lls), torch.stack(likeliest)
-
-
-def tokens_after(model: nn.Module, prompts: Tensor, ends: Tensor, most: int, way: Way | None) -> Tensor:
-    """The tokens that follow each prompt, (prompts, most); -1 behind the last of each."""
-    return greedy(model, prompts, ends, most, way=way)[0]
 
 
 def ends_of(tokens: CausalTokens, generation: Generation, stops: Sequence[int], count: int) -> Tensor:
