@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
-from dualeval.launch.launchers import LAUNCHERS, launcher_of, launchers_in
+from dualeval.launch.launchers import LAUNCHERS, Launcher, launcher_of, launchers_in
 from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, LeftOver, Variable
 from dualeval.messages import did_you_mean
 from dualeval.world import World
@@ -107,7 +107,7 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
         if launcher is not None:
             world = replace(_ask_one(environ, launcher), promised_gpus=promised)
             return Detection(world=world, variables=variables)
-        world, left_over = _ask_all(environ)
+        world, left_over = _ask_all(environ, traced)
     except LaunchError as error:
         return Detection(error=error, variables=variables)
     world = replace(world, promised_gpus=promised)
@@ -117,21 +117,21 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
         world=world,
         variables=variables,
         notes=tuple(_notes(environ, world, left_over)),
-        outer=tuple(_outer(environ, world)),
+        outer=tuple(_outer(environ, world, traced)),
     )
 
 
-def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
+def _ask_all(environ: Mapping[str, str], traced: Mapping[str, Launcher]) -> tuple[World, LeftOver | None]:
     """The first probe's answer, and the first left-over variables that were skipped before it."""
     left_over = None
-    for launcher in launchers_in(environ).values():
+    for launcher in traced.values():
         try:
             world = launcher.probe(environ)
         except LeftOver as error:
             left_over = left_over or error
             continue
         if world is not None:
-            agrees = _refuse_contradiction(environ, world)
+            agrees = _refuse_contradiction(environ, world, traced)
             return world, None if agrees else left_over
     raise AssertionError("the last probe answers always")
 
@@ -147,7 +147,7 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     return LaunchError(message) if message else None
 
 
-def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
+def _refuse_contradiction(environ: Mapping[str, str], world: World, traced: Mapping[str, Launcher]) -> bool:
     """Compare a launcher's variables with those that anybody may have set; returns whether these agree.
 
     If a shell exports enough of torchrun's variables for torch.distributed, every task of srun's would be the
@@ -156,12 +156,11 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     """
     if MARK_OF_TORCHRUN in environ:
         return False
-    traced = launchers_in(environ)
     plain = "torchrun" if world.launcher == "torchrun" else "env"
     in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((each, one.contradicts) for each, one in traced.items())]
     for name, launchers in in_doubt:
-        answer = _answer(environ, name)
-        others = [_answer(environ, launcher) for launcher in launchers] if answer else []
+        answer = _answer(environ, traced.get(name))
+        others = [_answer(environ, traced.get(each)) for each in launchers] if answer else []
         for other in others:
             if answer and other and (other.rank, other.size) != (answer.rank, answer.size):
                 unmarked = f", without torchrun's own mark {MARK_OF_TORCHRUN}," if name == plain else ""
@@ -173,12 +172,11 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
                     f"Type 'unset {names}', or choose with --launcher {other.launcher} or --launcher "
                     f"{answer.launcher}",
                 )
-    return _answer(environ, "env") is not None
+    return _answer(environ, traced.get("env")) is not None
 
 
-def _answer(environ: Mapping[str, str], name: str) -> World | None:
+def _answer(environ: Mapping[str, str], launcher: Launcher | None) -> World | None:
     """The World by a launcher's variables; None if they are incomplete."""
-    launcher = launchers_in(environ).get(name)
     try:
         return None if launcher is None else launcher.probe(environ)
     except LaunchError:
@@ -217,10 +215,10 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
         )
 
 
-def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
+def _outer(environ: Mapping[str, str], world: World, traced: Mapping[str, Launcher]) -> Iterator[str]:
     # Not env: its variables are also torchrun's.
     outer = LAUNCHERS[LAUNCHERS.index(world.launcher) + 1 : LAUNCHERS.index("env")]
-    for name, launcher in launchers_in(environ).items():
+    for name, launcher in traced.items():
         if name not in outer:
             continue
         try:

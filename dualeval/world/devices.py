@@ -241,7 +241,7 @@ def _tried(device: torch.device) -> dict[str, Any]:
     return {
         "problem": _problem_with(device),
         "host": host_identity(),
-        "near": [core for core in near if core in os.sched_getaffinity(0)],
+        "near": sorted({*near} & os.sched_getaffinity(0)),
     }
 
 

@@ -38,7 +38,6 @@ def try_first_batch(
     evaluation: Evaluation, columns: Mapping[str, Column], samples: range, evaluated: Tensor, *, writes: bool
 ) -> list[str]:
     """Take one batch through all steps that follow the last batch, in memory; nothing is kept."""
-    columns = dict(columns)
     present = {name: column[evaluated] for name, column in columns.items()}
     rows = {name: present[name] for name in evaluation.kept}
     # One copy for all metrics: none may write into its columns.
@@ -58,8 +57,8 @@ def check_columns(
     kept: Sequence[str],
     samples: int,
     metrics: Sequence[Metric | RowMetric] = (),
-) -> None:
-    """Check that a batch's columns can be counted and written."""
+) -> dict[str, Column]:
+    """The columns of a batch, checked: they can be counted and written."""
     if not isinstance(columns, Mapping):
         raise UsageError(
             f"observe and postprocess gave a {type(columns).__name__}, expected a dict of columns by name"
@@ -85,6 +84,7 @@ def check_columns(
                 f"{', '.join(columns) or 'none'}"
             )
         _check_values(name, columns[name])
+    return columns
 
 
 def _check_values(name: str, column: Column) -> None:
@@ -182,8 +182,7 @@ def _check_pure(metric: Metric, columns: Mapping[str, Column], copies: Mapping[s
     for name in metric.columns:
         column = copies[name]
         # The version also shows writes that changed no value.
-        parts = [column] if type(column) is Tensor else parts_of(column)
-        if any(map(version_of, parts)) or not same_bits(column, columns[name]):
+        if any(map(version_of, parts_of(column))) or not same_bits(column, columns[name]):
             raise UsageError(
                 f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
@@ -226,7 +225,7 @@ def _try_compute(
         ]
     checked = plain(name, measured)
     new = checked.warnings[len(measured.warnings) :]
-    return checked, [*map("on the first batch alone, {}".format, new)]
+    return checked, [f"on the first batch alone, {sentence}" for sentence in new]
 
 
 def _try_files(

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from dualeval.columns.late import LateColumns
 from dualeval.columns.ragged import Column, all_copied
 from dualeval.engine.control.progress import Stage
+from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.transfer import map_batch
 from dualeval.engine.identity.hasher import same_bits
 from dualeval.engine.job.evaluation import Evaluation, read_alone
 from dualeval.engine.model.compute import THREADS, Compute, is_compiled, usable_threads
 from dualeval.engine.model.kept import OF_TASK, Kept, plain_values
-from dualeval.engine.model.snapshot import Generators, Snapshot, units_in
+from dualeval.engine.model.snapshot import Generators, Snapshot
 from dualeval.engine.samples.subset import postprocessed
 from dualeval.errors import DualevalError, with_type
 from dualeval.messages import listed
@@ -117,7 +118,7 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
     Yields a function that puts back all but the random states. Of a sharded model, only the buffers are put
     back: FSDP keeps in attributes what its first forward has made.
     """
-    snapshot, generators, sharded = Snapshot(_LARGEST), Generators(), bool(units_in(model.modules()))
+    snapshot, generators, sharded = Snapshot(_LARGEST), Generators(), is_sharded(model)
     snapshot.remember_buffers(model.modules()) if sharded else snapshot.remember(model)
     kept = None if task is None or sharded else Kept(task, OF_TASK, model)
 
@@ -480,7 +481,7 @@ def _copied(data: Any) -> Any:
 def _state_of(model: nn.Module) -> Snapshot:
     """A model's state, to find later what a forward has changed in it; of a sharded model nothing."""
     state = Snapshot(largest=0)
-    if not units_in(model.modules()):
+    if not is_sharded(model):
         state.remember(model)
     return state
 

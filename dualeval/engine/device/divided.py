@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -30,9 +31,14 @@ def is_unit(module: nn.Module) -> bool:
     return _UNIT in names_of_classes(module)
 
 
+def units_in(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """The modules that FSDP divides, by id; none where nobody has imported it, and then none is asked."""
+    return {id(each): each for each in modules if is_unit(each)} if _OF_FSDP in sys.modules else {}
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model, or a part of it, is sharded by ``fully_shard``: its forward holds collectives."""
-    return any(map(is_unit, model.modules()))
+    return bool(units_in(model.modules()))
 
 
 def check_sharded(model: nn.Module, world: World) -> None:
@@ -104,12 +110,10 @@ def whole(
     return gathered
 
 
-def reshard(modules: Iterable[nn.Module]) -> None:
+def reshard(units: Iterable[Any]) -> None:
     """Have each unit free its gathered parameters, and keep only its own part; no collective."""
-    for module in modules:
-        if is_unit(module):
-            unit: Any = module
-            unit.reshard()
+    for unit in units:
+        unit.reshard()
 
 
 def has_late(model: nn.Module) -> bool:

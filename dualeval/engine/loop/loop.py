@@ -237,10 +237,12 @@ class Loop:
         of = self._evaluation
         if of.cluster is not None:
             check_cluster(of.cluster, columns)
-        first_batch.check_columns(columns, of.kept, len(handed.samples), [*of.metrics, *of.row_metrics])
+        made = first_batch.check_columns(
+            columns, of.kept, len(handed.samples), [*of.metrics, *of.row_metrics]
+        )
         check_rows(columns, handed.batch, handed.samples)
         writes = self._world.is_main and self._run.options.out is not None
-        notes = first_batch.try_first_batch(of, columns, handed.samples, evaluated, writes=writes)
+        notes = first_batch.try_first_batch(of, made, handed.samples, evaluated, writes=writes)
         self._tried = True
         if len(handed.samples) < of.plan.num_samples:  # what is odd about all samples is said at the end
             self._run.note_all(notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dualeval.engine.device.accelerator import random_states, set_random_states
-from dualeval.engine.device.divided import is_unit, reshard
+from dualeval.engine.device.divided import reshard, units_in
 from dualeval.engine.model.kept import VALUES, Kept, is_config, put_back
 from dualeval.errors import UsageError
 
-_FSDP = "torch.distributed.fsdp"
 # The first forward of a sharded model adds these, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -180,11 +178,6 @@ class _Tensor:
     grad: Tensor | None
     version: int
     values: Tensor | None
-
-
-def units_in(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    """The modules that FSDP divides, by id; none where nobody has imported it, and then none is asked."""
-    return {id(each): each for each in modules if is_unit(each)} if _FSDP in sys.modules else {}
 
 
 def named_by(function: Any) -> list[Any]:

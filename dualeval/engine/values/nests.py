@@ -129,7 +129,7 @@ def opened_nest(nest: Any) -> _Opened | None:
 
 
 def _keys(keys: Iterable[Any]) -> list[str]:
-    return [*map(".{}".format, keys)]
+    return [f".{key}" for key in keys]
 
 
 def _numbers(parts: Sequence[Any]) -> list[str]:
