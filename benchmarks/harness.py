@@ -12,12 +12,16 @@ import contextlib
 import io
 import json
 import logging
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from common import ROOT, run_process
+
+sys.path.insert(0, str(ROOT))
 
 from tests.vehicles.harness_tasks import save_model, write_tasks
 
@@ -60,19 +64,10 @@ def by_the_harness(model: Path, tasks: Path, size: int) -> tuple[list[str], dict
 
 
 def by_dualeval(model: Path, tasks: Path, size: int, out: Path) -> tuple[list[str], dict[str, Any]]:
-    words = ["run", "--task", "lm-eval", "--model", model, "--tasks", _TASK, "--include-path", tasks]
-    more = [
-        "--bootstrap-iters",
-        "0",
-        "--batch-size",
-        "8",
-        "--nproc",
-        str(size),
-        "--out",
-        out,
-        "--no-progress",
-    ]
-    subprocess.run([sys.executable, "-m", "dualeval", *map(str, [*words, *more])], check=True, stdout=2)
+    options = f"--tasks {_TASK} --bootstrap-iters 0 --batch-size 8 --nproc {size} --no-progress".split()
+    paths = ["--model", str(model), "--include-path", str(tasks), "--out", str(out)]
+    command = [sys.executable, "-m", "dualeval", "run", "--task", "lm-eval", *options, *paths]
+    run_process(command, timeout_s=600, environ=os.environ)
     lines = (out / f"samples_{_TASK}_dualeval.jsonl").read_text("utf-8").splitlines()
     prompts = [json.loads(line)["arguments"]["gen_args_0"]["arg_0"] for line in lines]
     return prompts, json.loads((out / "result.json").read_text("utf-8"))

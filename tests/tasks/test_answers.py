@@ -94,8 +94,8 @@ def test_a_model_with_an_encoder_predicts_no_other_texts(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_causal(tmp_path_factory.mktemp("made") / "gpt2")
+def gpt2(made: dict[str, Path]) -> Path:
+    return made["gpt2"]
 
 
 def drawn_from(logits: list[float], count: int, temperature: float, top_p: float) -> Counter[int]:

@@ -34,33 +34,26 @@ training_split: train
 fewshot_split: train
 """
 _MEAN = "aggregation: mean\n    higher_is_better: true"
-_TASKS = {
-    "choices": f"""
+_CHOICES = f"""
 output_type: multiple_choice
-num_fewshot: 2
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: choices
 doc_to_target: answer
 metric_list:
   - metric: acc
     {_MEAN}
-  - metric: acc_norm
+"""
+_TASKS = {
+    "choices": f"""{_CHOICES}  - metric: acc_norm
     {_MEAN}
   - metric: mcc
     aggregation: matthews_corrcoef
     higher_is_better: true
+num_fewshot: 2
 metadata:
   version: 2.0
 """,
-    "mutual": f"""
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - metric: acc
-    {_MEAN}
-  - metric: acc_mutual_info
+    "mutual": f"""{_CHOICES}  - metric: acc_mutual_info
     {_MEAN}
 """,
     "words": f"""

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import decimal
-import gc
-import subprocess
 import threading
-import weakref
-from collections import UserDict, deque, namedtuple
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils import _pytree as pytree
 
 from dualeval.engine.checks import repeatability as looks
 from dualeval.engine.device import accelerator
-from dualeval.engine.device.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
-from dualeval.engine.device.machines import machine_facts
-from dualeval.engine.device.transfer import Uploads, map_batch, start_download
+from dualeval.engine.device.transfer import Uploads, start_download
 from dualeval.engine.folder import recorder
 from dualeval.engine.model.compute import Compute, usable_threads
 from dualeval.engine.samples import feed
@@ -38,7 +28,7 @@ from dualeval.metrics.classification import LogitColumns
 from dualeval.options.precision import FP32
 from dualeval.world import World
 from dualeval.world.devices import connect
-from tests.engine.samples.test_feed import Boxes, Scan
+from tests.engine.test_evaluator import rows
 from tests.vehicles.played_device import Played, PlayedEvent, PlayedTask
 from tests.vehicles.sessions import evaluate, joined, run_task
 from tests.vehicles.tiny import TinyTask
@@ -71,10 +61,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         return device
 
     return played
-
-
-def rows(out: Path) -> Any:
-    return pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
 
 
 # -- the order of copies, kernels and events -------------------------------------------------------
@@ -412,15 +398,6 @@ def test_a_guests_device_is_current_while_it_computes(play: Play, guest: bool) -
     assert log[-1] == ("out" if guest else "forward")
 
 
-def test_the_current_device_is_the_one_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(torch.cuda, "device", made.append)
-    accelerator_of(torch.device("cuda", 1)).as_current()
-    assert made == [torch.device("cuda", 1)]
-    with accelerator_of(CPU).as_current():
-        pass
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -490,259 +467,7 @@ def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
                 assert found.stride() == torch.empty_like(tensor).stride(), name
 
 
-# -- one walk for every device ---------------------------------------------------------------------
-
-
-class Encoded(UserDict[str, Any]):
-    """As transformers' BatchEncoding: a mapping that has more to it, and moves itself."""
-
-    encodings = "lost"
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoded:
-        found = Encoded({name: value.to(device) for name, value in self.items()})
-        found.encodings = self.encodings
-        return found
-
-
-class Graph:
-    """As PyTorch Geometric's Batch."""
-
-    def __init__(self, nodes: Tensor) -> None:
-        self._store = {"nodes": nodes}
-
-    @property
-    def nodes(self) -> Tensor:
-        return self._store["nodes"]
-
-    def to(self, *arguments: Any, **options: Any) -> Graph:
-        return Graph(self.nodes.to(*arguments, **options))
-
-
-class Image(Tensor):
-    pass
-
-
-ONES = torch.ones(2)
-ENCODED = Encoded(a=ONES)
-ENCODED.encodings = "of the tokenizer"
-NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "dict": ({"a": [ONES, "x"]}, lambda nest: nest["a"][0]),
-    "namedtuple": (Boxes((1, ONES)), lambda nest: nest.corners[1]),
-    "dataclass": ([Scan(ONES, 1.0)], lambda nest: nest[0].pixels),
-    "user dict": (UserDict(a=ONES), lambda nest: nest.data["a"]),
-    "mapping that moves itself": ({"b": ENCODED}, lambda nest: nest["b"]["a"]),
-    "object that moves itself": ([Graph(ONES)], lambda nest: nest[0].nodes),
-    "sequences": (pack_sequence([ONES]), lambda nest: nest.data),
-    "tensor of a class of its own": ((ONES.as_subclass(Image),), lambda nest: nest[0]),
-    "sparse": ([torch.eye(2).to_sparse()], lambda nest: nest[0].to_dense()[0] + torch.eye(2)[1]),
-}
-
-
-@pytest.mark.parametrize("device", [accelerator.Host(CPU), Played(["copying"])], ids=["cpu", "played"])
-@pytest.mark.parametrize("name", NESTS)
-def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerator) -> None:
-    nest, tensor_of = NESTS[name]
-    found = Uploads(device).start(nest)
-    assert type(found) is type(nest)
-    assert tensor_of(found).tolist() == [1, 1]
-    own = isinstance(nest, dict) and "b" in nest
-    assert not own or found["b"].encodings == "of the tokenizer"
-    if name == "sequences":
-        assert isinstance(found, PackedSequence) and found.batch_sizes.device == CPU
-
-
-def test_a_batch_of_transformers_is_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def to(*_: Any) -> Any:
-        raise AssertionError("it would wait for the device")
-
-    monkeypatch.setattr(to, "__module__", transformers.BatchEncoding.to.__module__)
-    monkeypatch.setattr(transformers.BatchEncoding, "to", to)
-    found = Uploads(Played(["copying"])).start(transformers.BatchEncoding({"input_ids": ONES}))
-    assert type(found) is transformers.BatchEncoding and found["input_ids"].tolist() == [1, 1]
-
-
-class Pair:
-    """Two tensors in a class that torch's pytree knows, and gives one by one."""
-
-    def __init__(self, one: Tensor, other: Tensor) -> None:
-        self.one, self.other = one, other
-
-
-def test_a_class_of_ones_own_that_pytree_knows_is_a_nest() -> None:
-    register: Any = pytree.register_pytree_node
-    register(Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts))
-    found = map_batch(torch.neg, [Pair(ONES, 2 * ONES)])[0]
-    assert (found.one.tolist(), found.other.tolist()) == ([-1, -1], [-2, -2])
-
-
-@pytest.mark.parametrize("name", ["dict", "namedtuple", "dataclass", "user dict"])
-def test_no_batch_waits_for_the_collector(name: str) -> None:
-    """It would hold the memory of many, on the device and on the host."""
-    nest, tensor_of = NESTS[name]
-    gc.disable()
-    try:
-        there = map_batch(torch.clone, nest)
-        back = map_batch(torch.clone, there)
-        left = weakref.ref(tensor_of(there))
-        del there
-        assert left() is None and tensor_of(back).tolist() == [1, 1]
-    finally:
-        gc.enable()
-
-
-class Opaque:
-    def __init__(self, **inner: Any) -> None:
-        self.__dict__.update(inner)
-
-
-def test_what_holds_no_tensors_stays_as_it_is() -> None:
-    loop = Opaque(x=1)
-    loop.itself = loop  # type: ignore[attr-defined]
-    others = [loop, {1, 2}, np.ones(2), slice(3), len, Opaque, namedtuple]
-    for device in (accelerator.Host(CPU), Played()):
-        found = Uploads(device).start(others)
-        assert all(one is other for one, other in zip(found, others, strict=True))
-
-
-def test_a_tensor_that_is_there_twice_is_copied_once(play: Play) -> None:
-    device = Played(["copying"])
-    found = Uploads(device).start([ONES, {"a": ONES}])
-    assert found[0] is found[1]["a"]
-
-
-# -- columns ---------------------------------------------------------------------------------------
-
-
 def test_a_device_orders_its_batches_by_itself(play: Play) -> None:
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 4
     play(Played())
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 1
-
-
-# -- accelerator: the one place that knows devices, their names, and what they say when memory is short -
-
-
-ENGINE = Path(accelerator.__file__).parents[1]
-
-
-def test_each_kind_of_device_is_one_entry() -> None:
-    assert type(accelerator_of(torch.device("cpu"))) is Host
-    assert type(accelerator_of(torch.device("cuda", 3))) is Cuda
-    # What PyTorch's common interface describes well enough needs none.
-    assert type(accelerator_of(torch.device("xpu", 1))) is Accelerator
-    assert accelerator_of(torch.device("cuda", 3)).device == torch.device("cuda", 3)
-
-
-def test_no_other_module_of_the_engine_knows_streams() -> None:
-    """Settings of numerics are CUDA's own, and stay where they are."""
-    for path in sorted(ENGINE.rglob("*.py")):
-        if path.name == "accelerator.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.keyword):
-                assert node.arg not in ("pin_memory", "non_blocking"), path
-            elif isinstance(node, ast.Attribute) and path.name != "numerics.py":
-                name = ast.unparse(node)
-                assert name not in ("torch.cuda", "torch.accelerator", "torch.Stream", "torch.Event"), path
-
-
-class Named(Accelerator):
-    def model(self) -> str:
-        return "Played 1000"
-
-    def versions(self) -> dict[str, str]:
-        return {"driver": "7"}
-
-
-def test_a_machine_says_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = machine_facts(torch.device("cpu"), ())
-    assert plain["model"] == Host(torch.device("cpu")).model() != ""
-    assert "cuda" not in plain["versions"]
-    monkeypatch.setitem(accelerator.ACCELERATORS, "cpu", Named)
-    facts = machine_facts(torch.device("cpu"), ())
-    assert facts["model"] == "Played 1000"
-    assert facts["versions"] == {**plain["versions"], "driver": "7"}
-
-
-def test_a_gpus_machine_names_cublas_the_driver_and_their_variables(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Played: a library with cuBLAS's one function, and what /proc says of them."""
-    assert "runtime" not in machine_facts(torch.device("cpu"), ()), "records of CPUs are as they were"
-    source, library = tmp_path / "cublas.c", tmp_path / "libcublas.so.13"
-    source.write_text("int cublasGetProperty(int kind, int *value) { *value = 13 - kind; return 0; }")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
-    maps, driver = tmp_path / "maps", tmp_path / "version"
-    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 7 /lib/libc.so.6\n7f02-7f03 r--p 0 08:01 8 {library}\n")
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
-    monkeypatch.setattr(accelerator, "_MAPS", maps)
-    monkeypatch.setattr(accelerator, "_DRIVER", driver)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    others = [name for name in accelerator._VARIABLES if name != "CUBLAS_WORKSPACE_CONFIG"]
-    for name in others:
-        monkeypatch.delenv(name, raising=False)
-    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
-    assert found == {
-        "cublas": "13.12.11",
-        "driver": "580.65.06",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "blas": "_BlasBackend.Cublas",
-        **dict.fromkeys(others),
-    }
-    maps.write_text("")
-    driver.unlink()
-    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
-    assert (found["cublas"], found["driver"]) == (None, None)
-
-
-def test_memory_is_given_back_by_what_torch_2_8_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, whose module of torch plays the device's."""
-    done: list[object] = []
-    monkeypatch.delattr(torch.accelerator, "empty_cache", raising=False)
-    monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
-    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: done.append("emptied"), raising=False)
-    Accelerator(torch.device("cpu")).release()
-    assert done == [torch.device("cpu"), "emptied"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-            "tried to allocate 36028797018963968 bytes. Error code 12 (Cannot allocate memory)"
-        ),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-        RuntimeError("CUDA driver error: out of memory"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 17.17 GB)"),
-        torch.AcceleratorError(
-            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/"
-        ),
-    ],
-    ids=lambda error: str(error)[:60],
-)
-def test_a_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
-    assert is_out_of_memory(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 13x7)"),
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory."),
-        OSError("out of memory"),
-        ValueError("CUBLAS_STATUS_ALLOC_FAILED"),
-    ],
-    ids=lambda error: str(error)[:60],
-)
-def test_other_failures_are_no_lack_of_memory(error: Exception) -> None:
-    assert not is_out_of_memory(error)
