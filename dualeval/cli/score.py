@@ -75,15 +75,21 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     if flags["task"] not in (None, *TASKS):
         raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
     own = {field.name: field for field in _OF_TASK[flags["task"] or TASKS[0]]}
-    for name in _FIELDS.keys() - own.keys():
-        if flags[name] not in (None, ()):
+    asked = _asked(flags)
+    for name in asked:
+        if name not in own:
             other = next(task for task, fields in _OF_TASK.items() if _FIELDS[name] in fields)
             raise UsageError(f"{_FIELDS[name].flag} belongs to --task {other}: give it too, or leave it out.")
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name in own and own[name].is_required and flags[name] in (None, ()):
+        if name in own and own[name].is_required and name not in asked:
             raise click.MissingParameter(ctx=context, param=parameter)
     _score_answers(context, flags)
+
+
+def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a file of answers that were typed."""
+    return {name: flags[name] for name in _FIELDS if flags[name] not in (None, ())}
 
 
 def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
@@ -91,7 +97,9 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     from dualeval.engine.scoring.rescoring import rescore
     from dualeval.tasks.stored import metrics_of_run
 
-    foreign = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]
+    asked = _asked(flags)
+    names = [name for name in ("task", *asked, "fresh") if name in asked or flags[name]]
+    foreign = [f"--{name.replace('_', '-')}" for name in names]
     if foreign:
         raise UsageError(
             f"{', '.join(foreign)} belongs to a file of answers, and {run} was given as a run whose rows are "
@@ -124,9 +132,8 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.values.options import NEW_FOLDER
 
     _keep_apart(flags)
-    values = {name: flags[name] for name in _FIELDS if flags[name] not in (None, ())}
     kind = scored_kind(flags["task"] or TASKS[0])
-    chosen = kind.options_class(**values, metric=flags["metric"])
+    chosen = kind.options_class(**_asked(flags), metric=flags["metric"])
     task = made_task(kind, chosen)
     code = options.evaluate_and_show(
         Session(launcher="none"),

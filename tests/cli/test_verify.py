@@ -353,6 +353,10 @@ def test_answers_that_were_scored_are_verified(tmp_path: Path, capsys: pytest.Ca
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "data beside a run": (["score", "{run}", "--data", "d.json"], ["--data belongs to a file of answers"]),
+    "0 beside a run": (
+        ["score", "{run}", "--num-fewshot", "0"],
+        ["--num-fewshot belongs to a file of answers"],
+    ),
     "fresh beside a run": (["score", "{run}", "--fresh"], ["--fresh belongs to a file of answers"]),
     "neither": (["score"], ["Missing option '--data'"]),
     "its own folder": (["score", "{run}", "--out", "{run}"], ["--out", "holds a result.json already"]),
