@@ -20,8 +20,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import UsageError
 from dualeval.messages import counted, did_you_mean
-from dualeval.metrics.metric import FRACTION
-from dualeval.metrics.scores import Score
+from dualeval.metrics.scores import FRACTION, Score
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
 _ROUNDING = 2.0**-20

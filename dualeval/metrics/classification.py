@@ -34,9 +34,9 @@ from dualeval.metrics import exact
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric, by_names
+from dualeval.metrics.metric import Described, Measured, Metric, RowMetric, by_names
 from dualeval.metrics.ordering import order_keys_in_place
-from dualeval.metrics.scores import Score
+from dualeval.metrics.scores import FRACTION, Score
 from dualeval.options.choices import check_kind
 
 # Columns of shape (samples, num_classes): they are large, and few metrics read them. A float32 probability

@@ -23,8 +23,8 @@ from dualeval.metrics.intervals import (
     rounded,
     skewed_ends,
 )
-from dualeval.metrics.metric import FRACTION, PERCENT, Value
-from dualeval.metrics.scores import Score
+from dualeval.metrics.metric import Value
+from dualeval.metrics.scores import FRACTION, PERCENT, Score
 
 # Fewer clusters in effect with a wrong answer have not been shown to cover, of values of 0 to 1.
 _DIFFERING_SHOWN_FROM = 5

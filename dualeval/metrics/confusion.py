@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dualeval.columns.ragged import Ragged, Text
 from dualeval.errors import UsageError
-from dualeval.metrics.metric import FRACTION, Measured, Value
+from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.scores import FRACTION
 from dualeval.options.choices import check_kind
 
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit

@@ -25,8 +25,8 @@ from dualeval.metrics.intervals import (
     spread_of_ratio,
     wilson_interval,
 )
-from dualeval.metrics.metric import FRACTION, Described, Measured
-from dualeval.metrics.scores import Score
+from dualeval.metrics.metric import Described, Measured
+from dualeval.metrics.scores import FRACTION, Score
 from dualeval.options.choices import check_choice
 
 _COUNT_LIMBS = 3

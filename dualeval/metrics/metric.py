@@ -208,10 +208,6 @@ def per_batch(metric: Metric | RowMetric) -> bool:
     return bool(getattr(metric, "per_batch", False))
 
 
-FRACTION = "fraction"
-PERCENT = "percent"
-
-
 def direction(higher_is_better: bool) -> str:
     """As ``Measured.directions`` has it."""
     return "higher" if higher_is_better else "lower"

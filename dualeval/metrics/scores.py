@@ -13,6 +13,9 @@ from dualeval.errors import UsageError
 from dualeval.metrics.intervals import TRANSFORMS
 from dualeval.options.choices import check_choice
 
+# Units of values, as ``Measured.units`` has them.
+FRACTION, PERCENT = "fraction", "percent"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:

@@ -16,7 +16,8 @@ from dualeval.messages import counted, listed
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.confusion import of_classes
 from dualeval.metrics.means import Mean, Ratio
-from dualeval.metrics.metric import FRACTION, Measured, Metric
+from dualeval.metrics.metric import Measured, Metric
+from dualeval.metrics.scores import FRACTION
 
 # A part of the pixels that is predicted for a class without any.
 _OFTEN = 0.2

@@ -34,8 +34,8 @@ from torch import Tensor
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_double
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
 from dualeval.metrics.means import Moments, mean_of_sum
-from dualeval.metrics.metric import PERCENT, Measured, Value
-from dualeval.metrics.scores import Score
+from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.scores import PERCENT, Score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)

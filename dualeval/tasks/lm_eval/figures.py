@@ -21,7 +21,8 @@ from dualeval.atomic_files import write_text
 from dualeval.errors import DualevalError
 from dualeval.metrics import Mean, Measured, Ratio
 from dualeval.metrics.means import BitsPerByte
-from dualeval.metrics.metric import FRACTION, direction
+from dualeval.metrics.metric import direction
+from dualeval.metrics.scores import FRACTION
 from dualeval.tasks.lm_eval.library import SEEDS, Document, Loaded, alone
 
 ROLLING, GENERATE = "loglikelihood_rolling", "generate_until"
