@@ -68,6 +68,7 @@ setup(
         "hf": ["transformers>=4.48"],
         "peft": ["transformers>=4.48", "peft>=0.17"],
         "lm-eval": ["lm_eval>=0.4.13,<0.5", "transformers>=4.48"],
+        "detection": ["pycocotools>=2.0.8"],
         "timm": ["timm>=1.0"],
         "report": ["jinja2>=3.1", "matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],

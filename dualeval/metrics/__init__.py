@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dualeval.metrics.confusion import Confusion as Confusion
     from dualeval.metrics.confusion import IoU as IoU
     from dualeval.metrics.confusion import PrecisionRecall as PrecisionRecall
+    from dualeval.metrics.detection.average_precision import AveragePrecision as AveragePrecision
     from dualeval.metrics.means import Count as Count
     from dualeval.metrics.means import Mean as Mean
     from dualeval.metrics.means import Ratio as Ratio
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # Where the metrics are, which are imported at their first use.
 _HOME = {
+    "AveragePrecision": "dualeval.metrics.detection.average_precision",
     "Confusion": "dualeval.metrics.confusion",
     "Count": "dualeval.metrics.means",
     "IoU": "dualeval.metrics.confusion",
@@ -45,6 +47,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AveragePrecision",
     "Confusion",
     "Count",
     "IoU",

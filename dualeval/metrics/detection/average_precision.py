@@ -1,0 +1,247 @@
+"""AveragePrecision: COCO's figures of boxes, masks and keypoints, computed by pycocotools on rank 0."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dualeval.errors import UsageError
+from dualeval.metrics.detection.annotations import BOX_FORMATS, XYXY, Instances
+from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.scores import FRACTION
+from dualeval.options.choices import check_choice, check_count, check_kind
+
+BBOX, SEGM, KEYPOINTS = "bbox", "segm", "keypoints"
+# What stands before each kind's figures.
+PREFIXES = {BBOX: "", SEGM: "mask_", KEYPOINTS: "keypoint_"}
+# What a kind's detections and its annotations are told by, beside labels.
+_OF_DETECTIONS = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("keypoints",)}
+_OF_TRUTH = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("boxes", "keypoints")}
+_TRUTH = ("boxes", "labels", "masks", "keypoints", "areas", "crowds")
+_COCO_KEYPOINTS = 17
+# Places in pycocotools' list of thresholds of overlap, .50 to .95 by .05.
+_THRESHOLDS = {"": None, "50": 0, "75": 5}
+
+
+class Figure(NamedTuple):
+    """Which part of pycocotools' tables a figure is the mean of."""
+
+    # "precision" or "recall".
+    table: str
+    # Places in its lists of thresholds (None for all), of sizes, and of most detections an image.
+    threshold: int | None
+    size: int
+    limit: int
+
+    def of(self, evaluation: Any, category: int | None = None) -> float | None:
+        """The figure, of all categories or one; None where none has an annotation."""
+        values = evaluation.eval[self.table]
+        values = values if self.threshold is None else values[[self.threshold]]
+        values = values[..., self.size, self.limit]
+        values = values if category is None else values[..., category]
+        # As in its `summarize`, which knows the limit 100 alone: in this order, so that bits are the same.
+        there = values[values > -1]
+        return float(np.mean(there)) if there.size else None
+
+
+class AveragePrecision:
+    """COCO's average precision and recall of detections: all sizes, by size, and of each category.
+
+    Every detection counts, however low its score: filter none. Detections of equal score count in the order
+    of the images, and in an image in the model's. A RowMetric, computed by pycocotools on rank 0; its figures
+    are those of pycocotools in one process, to the last bit. Needs ``pip install 'dualeval[detection]'``.
+
+    Columns, with any number of entries an image (``dualeval.Ragged``): ``labels`` (ids of categories),
+    ``scores``, and ``boxes`` (n, 4) as x1, y1, x2, y2 in pixels; or ``masks``, a text ``"HEIGHT WIDTH RLE RLE
+    ..."`` of compressed run lengths; or ``keypoints`` (n, 3 K) as x, y, confidence. Then what ``truth``
+    names, with ``true_`` before it.
+
+    Args:
+        categories: their names by id.
+        iou_type: "bbox" (keys ``ap``, ``ap50``, ...), "segm" (``mask_ap``, ...) or "keypoints"
+            (``keypoint_ap``, ...).
+        max_detections: so many of an image count, those with the highest scores; 100, of keypoints 20.
+        truth: what is known of the annotations: "labels", and "boxes" or "masks", or "boxes" and "keypoints"
+            (with visibility, 0 for none); also "areas" (else those of the boxes or masks) and "crowds".
+        true_format: of ``true_boxes``, "xyxy" or, as in COCO's files, "xywh" (left, top, width, height).
+        sigmas: how exact each keypoint is; None for COCO's 17.
+
+    Raises:
+        UsageError: an argument is of another kind, or pycocotools is not installed.
+    """
+
+    def __init__(
+        self,
+        categories: Mapping[int, str],
+        *,
+        iou_type: str = BBOX,
+        max_detections: int | None = None,
+        truth: Sequence[str] = ("boxes", "labels"),
+        true_format: str = XYXY,
+        sigmas: Sequence[float] | None = None,
+    ) -> None:
+        if importlib.util.find_spec("pycocotools") is None:
+            raise UsageError(
+                "average precision needs pycocotools, which is not installed. Type: pip install "
+                "'dualeval[detection]'"
+            )
+        named = isinstance(categories, Mapping) and all(
+            isinstance(number, int) and isinstance(name, str) for number, name in categories.items()
+        )
+        check_kind("categories", categories, named and bool(categories), 'names by id, as in {1: "person"}')
+        check_kind("categories", categories, len({*categories.values()}) == len(categories), "each name once")
+        check_choice("iou_type", iou_type, tuple(PREFIXES))
+        check_choice("true_format", true_format, BOX_FORMATS)
+        check_count("max_detections", max_detections, 1)
+        for each in truth:
+            check_choice("truth", each, _TRUTH)
+        if lacking := [each for each in ("labels", *_OF_TRUTH[iou_type]) if each not in truth]:
+            raise UsageError(f"truth {tuple(truth)}: expected {' and '.join(lacking)}, too, for {iou_type}")
+        self.categories = {number: categories[number] for number in sorted(categories)}
+        self.iou_type = iou_type
+        self.max_detections = max_detections or (20 if iou_type == KEYPOINTS else 100)
+        self.truth = tuple(truth)
+        self.true_format = true_format
+        self.sigmas = None if sigmas is None else tuple(sigmas)
+
+    @property
+    def name(self) -> str:
+        """That of the first figure: "ap", "mask_ap" or "keypoint_ap"."""
+        return f"{PREFIXES[self.iou_type]}ap"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What the model gave, then the truth."""
+        given = (*_OF_DETECTIONS[self.iou_type], "scores", "labels")
+        return (*given, *(f"true_{each}" for each in self.truth))
+
+    @property
+    def limits(self) -> list[int]:
+        """How many detections of an image may count, ascending: each has its recall."""
+        of_boxes = {1, 10} if self.iou_type != KEYPOINTS else set()
+        return sorted(each for each in {*of_boxes, self.max_detections} if each <= self.max_detections)
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """By key, the twelve figures; of keypoints ten."""
+        of_points = self.iou_type == KEYPOINTS
+        sizes = ("_medium", "_large") if of_points else ("_small", "_medium", "_large")
+        last = len(self.limits) - 1
+        found = {f"ap{name}": Figure("precision", place, 0, last) for name, place in _THRESHOLDS.items()}
+        found |= {f"ap{name}": Figure("precision", None, at, last) for at, name in enumerate(sizes, 1)}
+        if of_points:
+            found |= {f"ar{name}": Figure("recall", place, 0, last) for name, place in _THRESHOLDS.items()}
+        else:
+            found |= {f"ar{most}": Figure("recall", None, 0, at) for at, most in enumerate(self.limits)}
+        found |= {f"ar{name}": Figure("recall", None, at, last) for at, name in enumerate(sizes, 1)}
+        return {PREFIXES[self.iou_type] + key: figure for key, figure in found.items()}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of its values."""
+        return (*self.figures, f"{PREFIXES[self.iou_type]}by_class")
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """The figures of all images, and of each category."""
+        evaluation = self.evaluated(columns)
+        values: dict[str, Value] = {key: figure.of(evaluation) for key, figure in self.figures.items()}
+        values[self.keys[-1]] = self._by_class(evaluation)
+        return Measured(
+            values=values,
+            units=dict.fromkeys(self.figures, FRACTION),
+            directions=dict.fromkeys(self.figures, "higher"),
+        )
+
+    def evaluated(self, columns: Mapping[str, Any]) -> Any:
+        """pycocotools' evaluation of the images, matched and accumulated."""
+        from pycocotools.cocoeval import COCOeval
+
+        truth, detections = self._truth(columns), self._detections(columns)
+        images = [{"id": place, "height": 0, "width": 0} for place in range(len(truth.lengths))]
+        if len(detections.lengths) != len(images):
+            raise UsageError(f"there are detections of {len(detections.lengths)} images of {len(images)}")
+        if self.iou_type == SEGM:
+            _check_sizes(truth, detections)
+        with redirect_stdout(None):
+            both = [self._indexed(images, each.annotations()) for each in (truth, detections)]
+            evaluation = COCOeval(*both, self.iou_type)
+            evaluation.params.maxDets = self.limits
+            if self.sigmas is not None:
+                evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
+            evaluation.evaluate()
+            evaluation.accumulate()
+        return evaluation
+
+    def _truth(self, columns: Mapping[str, Any]) -> Instances:
+        truth = Instances(columns, "true_", self.categories)
+        if self.iou_type == KEYPOINTS:
+            truth.keypoints(self._number_of_keypoints)
+        areas = truth.masks() if self.iou_type == SEGM else truth.boxes(self.true_format)
+        truth.areas(areas, given="areas" in self.truth)
+        truth.crowds(given="crowds" in self.truth)
+        return truth
+
+    def _detections(self, columns: Mapping[str, Any]) -> Instances:
+        detections = Instances(columns, "", self.categories)
+        detections.scores()
+        if self.iou_type == BBOX:
+            areas = detections.boxes(XYXY)
+        elif self.iou_type == SEGM:
+            areas = detections.masks()
+        else:
+            areas = detections.keypoints(self._number_of_keypoints)
+        detections.areas(areas)
+        return detections
+
+    @property
+    def _number_of_keypoints(self) -> int:
+        return _COCO_KEYPOINTS if self.sigmas is None else len(self.sigmas)
+
+    def _indexed(self, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Any:
+        from pycocotools.coco import COCO
+
+        coco = COCO()
+        categories = [{"id": number, "name": name} for number, name in self.categories.items()]
+        coco.dataset = {"images": images, "categories": categories, "annotations": annotations}
+        coco.createIndex()
+        return coco
+
+    def _by_class(self, evaluation: Any) -> dict[str, Value]:
+        last = len(self.limits) - 1
+        figures = {
+            "ap": Figure("precision", None, 0, last),
+            "ap50": Figure("precision", 0, 0, last),
+            "ar": Figure("recall", None, 0, last),
+        }
+        counts = []
+        for coco in (evaluation.cocoGt, evaluation.cocoDt):
+            counted = [each for each in coco.anns.values() if not each.get("iscrowd")]
+            labels = [each["category_id"] for each in counted]
+            counts.append(dict(zip(*np.unique(labels, return_counts=True), strict=True)))
+        return {
+            name: {
+                **{key: figure.of(evaluation, place) for key, figure in figures.items()},
+                "annotations": int(counts[0].get(number, 0)),
+                "detections": int(counts[1].get(number, 0)),
+            }
+            for place, (number, name) in enumerate(self.categories.items())
+        }
+
+
+def _check_sizes(truth: Instances, detections: Instances) -> None:
+    """Masks of different pictures would overlap nowhere."""
+    sizes: list[dict[int, list[int]]] = [
+        dict(zip(each.images.tolist(), (mask["size"] for mask in each.entries["segmentation"]), strict=True))
+        for each in (truth, detections)
+    ]
+    for image in sizes[0].keys() & sizes[1].keys():
+        if sizes[0][image] != sizes[1][image]:
+            true, detected = ("x".join(map(str, size[image])) for size in sizes)
+            raise UsageError(
+                f"the masks of image {image} are {detected} (height x width), and its true masks {true}: "
+                "expected masks of the picture's size"
+            )
