@@ -21,7 +21,10 @@ _WIDER = {
 }
 # What commands of dualeval alone give.
 _INTERNAL = ("evaluate_missing", "start_over")
-_OWN = ("model", "data", "tasks", "masks", "mask_values", "class_names")
+_OWN = (
+    *("model", "data", "tasks", "masks", "mask_values", "class_names"),
+    *("annotations", "category_names", "category_map"),
+)
 _HEAD = '''"""The keywords of {what}, for editors and type checkers.
 
 Written by docs/option_types.py (``make tables``) from the dataclasses of the options.

@@ -34,10 +34,17 @@ def segmentation_names() -> list[str]:
     return list(models.list_models(module=models.segmentation))
 
 
+def detection_names() -> list[str]:
+    """The names of torchvision's networks that find objects."""
+    models = torchvision().models
+    return list(models.list_models(module=models.detection))
+
+
 def entries_of(model: str) -> list[Any]:
     """The weights that torchvision publishes for a model, in the order in which they came out."""
     # Without importing torchvision, which takes a second, for package.module:factory and the embedded one.
-    if not model.isidentifier() or model not in [*torchvision_names(), *segmentation_names()]:
+    names = (*torchvision_names(), *segmentation_names(), *detection_names())
+    if not model.isidentifier() or model not in names:
         return []
     return list(torchvision().models.get_model_weights(model))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dualeval.metrics import Metric, RowMetric
+    from dualeval.tasks.detection import Detection as Detection
     from dualeval.tasks.image_classification import ImageClassification as ImageClassification
     from dualeval.tasks.language_modeling import LanguageModeling as LanguageModeling
     from dualeval.tasks.lm_eval import LmEval as LmEval

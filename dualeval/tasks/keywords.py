@@ -60,6 +60,24 @@ class SegmentationKeywords(TypedDict, total=False):
     std: Sequence[float] | None
 
 
+class DetectionKeywords(TypedDict, total=False):
+    """Of the class Detection."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    keep: Sequence[str]
+    num_classes: int | None
+    orientation: Literal["stored", "shown"] | None
+    order: Literal["id", "shape"]
+    boxes_in: Literal["picture", "input"]
+    score_threshold: float
+    max_detections: int
+    bootstrap: int
+    data_fingerprint: Literal["ends", "content"]
+
+
 class TextClassificationKeywords(TypedDict, total=False):
     """Of the class TextClassification."""
 

@@ -15,6 +15,7 @@ from typing import Any
 _NAMES = (
     "image-classification",
     "segmentation",
+    "detection",
     "text-classification",
     "question-answering",
     "language-modeling",

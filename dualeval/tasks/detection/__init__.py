@@ -1,0 +1,349 @@
+"""The task detection: objects in pictures, their boxes compared with annotations as COCO has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from dualeval.columns.ragged import Ragged
+from dualeval.data.cache import DataCache
+from dualeval.data.preprocessing import Normalisation
+from dualeval.errors import UsageError
+from dualeval.messages import listed
+from dualeval.metrics import AveragePrecision, Metric, RowMetric
+from dualeval.metrics.metric import chosen
+from dualeval.options.fields import of_python, with_keywords
+from dualeval.tasks import place_of
+from dualeval.tasks.detection import detectors
+from dualeval.tasks.detection.categories import CategoryMap, category_map, names_from, renamed_from
+from dualeval.tasks.detection.detectors import TransformersDetector, checked_outputs, detector_of, found_by
+from dualeval.tasks.detection.pictures import AnnotatedPictures, open_annotated, padded
+from dualeval.tasks.keywords import DetectionKeywords
+from dualeval.tasks.options.detection import DetectionOptions
+from dualeval.tasks.picture_task import ChosenPreprocessing, PictureTask, named_preprocessing
+
+# Of a batch so many boxes, all between 0 and 1, are no pixels.
+_FEW_BOXES = 10
+_UNIT = 1.5
+_TRUTH = ("boxes", "labels", "areas", "crowds")
+
+
+class Detection(PictureTask):
+    """A network that finds objects, on pictures with annotations.
+
+    Args:
+        model: a name, as on the command line; a module, which is called with a list of pictures, float32 of
+            shape (3, height, width) from 0 to 1, and returns of each a dict of boxes (n, 4; x1, y1, x2, y2 in
+            pixels), scores (n,) and labels (n,); or a function without arguments that returns one.
+        data: the folder of the pictures.
+        annotations: the JSON file, as COCO has it.
+        category_names: the name of each label of the model: in order, by label, or a file. Without it labels
+            of a module are the categories' ids.
+        category_map: names of the model's to names of the annotations; or a file.
+        preprocessing: a function from a PIL picture to a tensor, in place of scaling to 0 to 1.
+        metrics: names of metrics; none for all.
+        model_arguments: of what makes the model, by name.
+        cache: what other tasks of the run have read of their data.
+        options: the others of ``dualeval run``, with the same names and defaults (docs/detection.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, num_classes, orientation, order, boxes_in,
+            score_threshold, max_detections, bootstrap, data_fingerprint, keep.
+
+    Raises:
+        UsageError: options, model, weights and data do not fit together.
+        TypeError: there is no such option.
+    """
+
+    name = "detection"
+    rows = ("image_id", "boxes", "scores", "labels")
+    wants_workers = True
+
+    @with_keywords(DetectionKeywords, DetectionOptions)
+    def __init__(
+        self,
+        *,
+        model: str | nn.Module | Callable[[], nn.Module],
+        data: str | Path,
+        annotations: str | Path | None = None,
+        category_names: str | Path | Sequence[str] | Mapping[int, str] | None = None,
+        category_map: str | Path | Mapping[str, str] | None = None,
+        preprocessing: Any = None,
+        metrics: Sequence[str] = (),
+        model_arguments: Mapping[str, Any] | None = None,
+        cache: DataCache | None = None,
+        **options: Unpack[DetectionKeywords],
+    ) -> None:
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            DetectionOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
+        self._options = settings = of_python(
+            DetectionOptions,
+            options,
+            metrics,
+            model="",
+            data=Path(data),
+            annotations=None if annotations is None else Path(annotations),
+        )
+        source = detector_of(model, dict(model_arguments or {}), trust=settings.trust_checkpoint)
+        super().__init__(source, settings.weights, settings)
+        self._processor = source.processor if isinstance(source, TransformersDetector) else None
+        self._preprocessing = self._chosen(source, preprocessing)
+        self._dataset = open_annotated(
+            settings.data,
+            settings.annotations,
+            self._preprocessing.values,
+            keep=settings.keep,
+            orientation=settings.orientation,
+            order=settings.order,
+            whole_files=settings.data_fingerprint == "content",
+            cache=cache or DataCache(),
+        )
+        self._categories = self._map(names_from(category_names), renamed_from(category_map))
+        # A name that no metric has is refused now, before anything is built.
+        chosen(settings.metric, self.metrics())
+
+    def _chosen(self, source: Any, preprocessing: Any) -> ChosenPreprocessing:
+        if isinstance(source, TransformersDetector):
+            if preprocessing is not None:
+                raise UsageError(
+                    f"--preprocessing: the image processor of {source.name} prepares pictures. Leave it out."
+                )
+            return ChosenPreprocessing(values=source.prepares(), origin=source.preprocessing_origin())
+        if (named := named_preprocessing(preprocessing, f"--preprocessing {preprocessing}")) is None:
+            values = Normalisation(mean=(0.0,), std=(1.0,))
+            return ChosenPreprocessing(values=values, origin="as torchvision's detectors take them")
+        return named
+
+    def _map(self, names: dict[int, str] | None, renamed: Mapping[str, str]) -> CategoryMap:
+        annotations = self._dataset.annotations
+        if names is None and hasattr(self._model, "label_names"):
+            names = self._model.label_names(self._source)
+        return category_map(
+            names,
+            annotations.categories,
+            {*annotations.labels.tolist()},
+            renamed,
+            model=f"--model {self._model.name}",
+            path=annotations.path,
+        )
+
+    @property
+    def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
+        of_folder = () if self._processor is None else ("transformers",)
+        return (*PictureTask.libraries, "pycocotools", *of_folder)
+
+    @property
+    def _scales(self) -> bool:
+        """Whether boxes are in pixels of the input, and become those of the picture."""
+        return self._options.boxes_in == "input"
+
+    def dataset(self) -> AnnotatedPictures:
+        return self._dataset
+
+    def collate(self, samples: Sequence[Tensor]) -> dict[str, Any]:
+        """One batch; for a folder's network the pictures are padded to the largest, with the mask."""
+        if self._processor is None:
+            return {"pictures": [*samples], "sizes": torch.tensor([each.shape[1:] for each in samples])}
+        batch = padded(samples)
+        masks = {"pixel_mask": batch[:, 3].long()} if batch.shape[1] > 3 else {}
+        return {"pixel_values": batch[:, :3].contiguous(), **masks}
+
+    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
+        return build(self._source, self._options.num_classes, self._loading)
+
+    def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
+        self._scale = self._scale_on(device)
+        count = min(2, len(self._dataset))
+        blanks = [self._dataset.placeholder(index) for index in range(count)]
+        batch = self.collate([each.to(device) for each in blanks])
+        tried = self._try_out(model, padded(blanks), lambda copied: self._tried(copied, batch), "other sizes")
+        assert len(tried) == count
+        return model
+
+    def _tried(self, model: nn.Module, batch: Any) -> Any:
+        columns = self.observe(self.forward(model, batch), batch)
+        return next(iter(columns.values()))
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        if self._processor is not None:
+            return detectors.run_transformers(model, batch)
+        return model([self._scaled(each) for each in batch["pictures"]])
+
+    def observe(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of a folder's network, of which boxes are made on the host; else the boxes."""
+        if self._processor is not None:
+            return dict(outputs)
+        return {**checked_outputs(self._model.name, outputs, len(batch["pictures"])), "input": batch["sizes"]}
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Any]:
+        """Detections in pixels of the pictures, of categories that are annotated, and what is true."""
+        annotations = self._dataset.annotations
+        sizes = torch.from_numpy(annotations.sizes[samples.start : samples.stop].copy())
+        if self._processor is not None:
+            columns = found_by(self._processor, columns, sizes.tolist())
+        lengths = torch.tensor([len(each) for each in columns["scores"]])
+        boxes, scores, labels = (torch.cat([*columns[name]]) for name in ("boxes", "scores", "labels"))
+        places = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        if self._scales:
+            ratio = (sizes / columns["input"]).flip(1).repeat(1, 2).to(boxes.dtype)
+            boxes = boxes * ratio[places]
+        self._check(boxes, scores, labels, sizes, lambda at: self._dataset.id(samples[int(places[at])]))
+        ids = self._ids_of(labels)
+        keep = (ids >= 0) & (scores >= self._options.score_threshold)
+        lengths = torch.bincount(places[keep], minlength=len(lengths))
+        found = {"boxes": boxes[keep], "scores": scores[keep], "labels": ids[keep]}
+        return {
+            **{name: Ragged(values, lengths) for name, values in found.items()},
+            **annotations.columns(samples),
+        }
+
+    def _ids_of(self, labels: Tensor) -> Tensor:
+        """The category of each label; -1 for one that does not count."""
+        distinct, places = torch.unique(labels, return_inverse=True)
+        known = self._dataset.annotations.categories
+        ids = [self._categories.of_label(int(label)) for label in distinct]
+        if other := [each for each in ids if each is not None and each not in known]:
+            raise UsageError(
+                f"the model {self._model.name} gives the labels {listed(map(str, other))}, which are no ids "
+                f"of categories in {self._dataset.annotations.path}: these are {listed(map(str, known))}. If "
+                "labels count from 0 or have an order of their own, give --category-names, the name of each "
+                "label in order."
+            )
+        return torch.tensor([-1 if each is None else each for each in ids], dtype=torch.int64)[places]
+
+    def _check(
+        self, boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor, named: Callable[[int], str]
+    ) -> None:
+        """Refuse detections that are not what they are taken for."""
+        begin = f"the model {self._model.name} gave"
+        bad = ~(scores.isfinite() & boxes.isfinite().all(1))
+        if bad.any():
+            raise UsageError(
+                f"{begin} {int(bad.sum())} of {len(bad)} detections with a NaN or infinite score or box, "
+                f"first in {named(int(bad.nonzero()[0]))}. With --precision float32 they may be finite."
+            )
+        bad = (boxes[:, 2:] < boxes[:, :2]).any(1)
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            raise UsageError(
+                f"{begin} {int(bad.sum())} of {len(bad)} boxes that end before they begin, first "
+                f"{[round(each, 2) for each in boxes[at].tolist()]} in {named(at)}: expected x1, y1, x2, y2. "
+                "Of x, y, width, height return torch.cat([b[:, :2], b[:, :2] + b[:, 2:]], 1)."
+            )
+        is_unit = len(boxes) >= _FEW_BOXES and boxes.abs().max() <= _UNIT
+        if is_unit and sizes.min() > _FEW_BOXES:
+            raise UsageError(
+                f"{begin} boxes between 0 and 1, expected pixels of the picture: multiply them by its width "
+                "and height; or by those of the input, and type --boxes-in input."
+            )
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return stored_metrics(self._of_figures(), self._options.metric)
+
+    def _of_figures(self) -> dict[str, Any]:
+        categories = self._dataset.annotations.categories
+        options = self._options
+        return {
+            "categories": {str(number): name for number, name in categories.items()},
+            "max_detections": options.max_detections,
+            "bootstrap": options.bootstrap,
+        }
+
+    def notes(self) -> list[str]:
+        pads = self._processor is not None and getattr(self._processor, "do_pad", False)
+        padding = (
+            "pictures of a batch are padded to its largest, which changes this network's numbers: the batch "
+            f"size counts, and the order (--order {self._options.order})."
+        )
+        return [
+            *super().notes(),
+            *self._dataset.annotations.notes,
+            *self._categories.notes(),
+            *[padding] * pads,
+        ]
+
+    def data_warnings(self) -> list[str]:
+        return [*super().data_warnings(), *self._categories.warnings(), *self._dataset.pictures.left_out()]
+
+    def labels_used(self) -> dict[str, Any]:
+        rule = "ids of categories" if self._categories.ids is None else "names of categories"
+        return {"rule": rule, "categories": self._of_figures()["categories"]}
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture, and the picture with true boxes and those found."""
+        picture = self._dataset.picture(place_of(self._dataset, row))
+        return picture, drawn(picture, row, self._dataset.annotations.categories)
+
+    def options(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            **self._model_options(),
+            "data": str(options.data.absolute()),
+            "annotations": str(self._dataset.annotations.path.absolute()),
+            "category_names": options.category_names,
+            "category_map": options.category_map,
+            "num_classes": options.num_classes,
+            "orientation": options.orientation,
+            "order": options.order,
+            "boxes_in": options.boxes_in,
+            "score_threshold": options.score_threshold,
+            "max_detections": options.max_detections,
+            "bootstrap": options.bootstrap,
+            "data_fingerprint": options.data_fingerprint,
+            **self._preprocessing.to_json(),
+            "metric": [metric.name for metric in self.metrics()],
+        }
+
+    def description(self) -> dict[str, str]:
+        annotations = self._dataset.annotations
+        threshold = self._options.score_threshold
+        return {
+            "model": self._model.shown,
+            "weights": self._weights_description(),
+            "data": f"{self._options.data}, annotations {annotations.path}",
+            "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
+            "compared": f"{len(annotations.categories)} categories, all scores"
+            f"{f' from {threshold:g}' if threshold else ''}, at most {self._options.max_detections} "
+            "detections of a category in a picture; by pycocotools",
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Model, labels, preprocessing and what is compared; data and weights have their own."""
+        processor = {} if self._processor is None else {"processor": self._processor.to_dict()}
+        return {
+            **self._model_identity(),
+            **self._of_figures(),
+            **processor,
+            "labels": self._categories.to_json(),
+            "boxes_in": self._options.boxes_in,
+            "score_threshold": self._options.score_threshold,
+            "preprocessing": self._preprocessing.to_json(),
+        }
+
+
+def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int, str]) -> Image.Image:
+    """A picture with the true boxes, green, and those found with a score of at least 0.3, red."""
+    image = picture.copy()
+    draw = ImageDraw.Draw(image)
+    width = max(1, min(image.size) // 200)
+    for (left, top, wide, high), label in zip(row["true_boxes"], row["true_labels"], strict=True):
+        draw.rectangle((left, top, left + wide, top + high), outline="lime", width=width)
+        draw.text((left, top), categories.get(label, str(label)), fill="lime")
+    for box, score, label in zip(row["boxes"], row["scores"], row["labels"], strict=True):
+        if score >= 0.3:
+            draw.rectangle([*box], outline="red", width=width)
+            draw.text((box[0], box[3]), f"{categories.get(label, label)} {score:.2f}", fill="red")
+    return image
+
+
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
+    categories = {int(number): name for number, name in options["categories"].items()}
+    ap = AveragePrecision(
+        categories, max_detections=options["max_detections"], truth=_TRUTH, true_format="xywh"
+    )
+    return chosen(names, [ap])

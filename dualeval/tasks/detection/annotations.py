@@ -1,0 +1,238 @@
+"""Annotations as COCO writes them: the pictures of a file, their categories, and what is true of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualeval.columns.of_data import FurtherColumns, KeptColumns
+from dualeval.columns.ragged import Ragged
+from dualeval.errors import UsageError, text_of
+from dualeval.messages import counted, listed
+
+_OF_OBJECTS = ("boxes", "labels", "areas", "crowds")
+_LISTS = ("images", "annotations", "categories")
+# What COCO writes of each picture that no group is made by.
+_USUAL = (
+    *("id", "file_name", "width", "height", "license", "date_captured"),
+    *("coco_url", "flickr_url", "url", "extra"),
+)
+# Of so many boxes of a file, most that end beyond their picture are no left, top, width and height.
+_MOST_BEYOND = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotations:
+    """What is true of pictures, in the order of the pictures' ids."""
+
+    path: Path
+    # By id.
+    categories: Mapping[int, str]
+    # Of each picture: paths below the data folder, ids (pictures,), and height and width (pictures, 2).
+    names: Sequence[str]
+    ids: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    # Where each picture's objects begin, and the last one's end: (pictures + 1,).
+    ends: npt.NDArray[np.int64]
+    # Of each object: left, top, width and height in pixels (objects, 4); category; pixels; whether it is of a
+    # crowd.
+    boxes: npt.NDArray[np.float64]
+    labels: npt.NDArray[np.int64]
+    areas: npt.NDArray[np.float64]
+    crowds: npt.NDArray[np.bool_]
+    kept: KeptColumns
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def select(self, indices: npt.NDArray[np.int64]) -> Annotations:
+        """Of some pictures alone, in this order."""
+        counts = np.diff(self.ends)[indices]
+        runs = [np.arange(self.ends[each], self.ends[each + 1]) for each in indices]
+        places = np.concatenate([np.zeros(0, np.int64), *runs])
+        of_objects: dict[str, Any] = {name: getattr(self, name)[places] for name in _OF_OBJECTS}
+        return replace(
+            self,
+            names=[self.names[each] for each in indices],
+            ids=self.ids[indices],
+            sizes=self.sizes[indices],
+            ends=np.concatenate([[0], counts.cumsum()]).astype(np.int64),
+            kept=self.kept.select(indices),
+            **of_objects,
+        )
+
+    def columns(self, samples: range) -> dict[str, Any]:
+        """The truth of consecutive pictures, as a batch's columns."""
+        first, last = self.ends[samples.start], self.ends[samples.stop]
+        lengths = torch.from_numpy(np.diff(self.ends[samples.start : samples.stop + 1]))
+
+        def ragged(values: npt.NDArray[Any]) -> Ragged:
+            return Ragged(torch.from_numpy(values[first:last].copy()), lengths)
+
+        return {
+            "true_boxes": ragged(self.boxes),
+            "true_labels": ragged(self.labels),
+            "true_areas": ragged(self.areas),
+            "true_crowds": ragged(self.crowds),
+            "image_id": torch.from_numpy(self.ids[samples.start : samples.stop].copy()),
+        }
+
+    def digest(self, samples: range) -> str:
+        """sha256, in hex, over what is true of consecutive pictures."""
+        first, last = self.ends[samples.start], self.ends[samples.stop]
+        digest = hashlib.sha256(json.dumps([*self.categories.items()]).encode())
+        for array in (self.ids, self.sizes):
+            digest.update(array[samples.start : samples.stop].tobytes())
+        digest.update((self.ends[samples.start : samples.stop + 1] - first).tobytes())
+        for name in _OF_OBJECTS:
+            digest.update(np.ascontiguousarray(getattr(self, name)[first:last]).tobytes())
+        return digest.hexdigest()
+
+
+def read_annotations(path: Path, keep: Sequence[str] = ()) -> Annotations:
+    """Read a file of annotations, and check all of it."""
+    content = _content(path)
+    categories = _by_id(path, content["categories"], "categories", {"id": int, "name": str})
+    names = [each["name"] for each in categories.values()]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise UsageError(f"{path} has several categories of the name {twice[0]!r}: rename all but one.")
+    images = _by_id(
+        path, content["images"], "images", {"id": int, "file_name": str, "width": int, "height": int}
+    )
+    order = sorted(images)
+    files = [images[each]["file_name"] for each in order]
+    if len({*files}) < len(files):
+        seen: set[str] = set()
+        name = next(name for name in files if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise UsageError(
+            f"{path} has the file_name {name} in two of its images: remove one, with its objects."
+        )
+    places = {number: place for place, number in enumerate(order)}
+    objects = _by_id(path, content["annotations"], "annotations", {"id": int})
+    of_images = np.zeros(len(objects), np.int64)
+    boxes, areas = np.zeros((len(objects), 4)), np.zeros(len(objects))
+    labels, crowds = np.zeros(len(objects), np.int64), np.zeros(len(objects), np.bool_)
+    for place, each in enumerate(objects.values()):
+        for key, known, of in (("image_id", images, "images"), ("category_id", categories, "categories")):
+            if each.get(key) not in known:
+                raise UsageError(
+                    f"{path}: the annotation {each['id']} has {key} {each.get(key)!r}, which none of the "
+                    f"{len(known):,} {of} has"
+                )
+        box = each.get("bbox")
+        if not _is_box(box):
+            raise UsageError(
+                f"{path}: the annotation {each['id']} has bbox {box!r:.80}, expected left, top, width and "
+                "height in pixels, the last two not negative"
+            )
+        of_images[place], labels[place] = places[each["image_id"]], each["category_id"]
+        boxes[place], crowds[place] = box, bool(each.get("iscrowd", 0))
+        area = each.get("area")
+        areas[place] = box[2] * box[3] if area is None else area
+    # pycocotools takes a picture's objects in the order of the file, too.
+    by_image = np.argsort(of_images, kind="stable")
+    sizes = np.array([[images[each]["height"], images[each]["width"]] for each in order], np.int64)
+    sizes = sizes.reshape(-1, 2)
+    _refuse_corners(path, boxes, sizes[of_images])
+    further = FurtherColumns([*images[order[0]]] if order else [], _USUAL, keep)
+    further.take({name: [images[each].get(name) for each in order] for name in further.names})
+    return Annotations(
+        path=path,
+        categories={number: each["name"] for number, each in categories.items()},
+        names=files,
+        ids=np.array(order, np.int64),
+        sizes=sizes,
+        ends=np.concatenate([[0], np.bincount(of_images, minlength=len(order)).cumsum()]).astype(np.int64),
+        boxes=boxes[by_image],
+        labels=labels[by_image],
+        areas=areas[by_image],
+        crowds=crowds[by_image],
+        kept=further.kept(),
+        notes=_notes(boxes, [each.get("area") for each in objects.values()]),
+    )
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    if path.suffix.lower() == ".xml" or path.is_dir():
+        raise UsageError(
+            f"--annotations {path}: a file for each picture, as Pascal VOC has them, is not read: expected "
+            "one JSON file as COCO has it. Tools such as fiftyone and datumaro write it."
+        )
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--annotations {path} cannot be read as JSON: {text_of(error)}") from error
+    if isinstance(content, list):
+        raise UsageError(
+            f"--annotations {path} is a list, as COCO writes detections: expected the true objects, a JSON "
+            f"object with {', '.join(_LISTS)}."
+        )
+    if missing := [name for name in _LISTS if not isinstance(content.get(name), list)]:
+        raise UsageError(
+            f"--annotations {path} has no list {missing[0]!r}: found {listed(map(str, content))}, expected "
+            f"{', '.join(_LISTS)}."
+        )
+    if any("neg_category_ids" in each for each in content["images"][:1] if isinstance(each, dict)):
+        raise UsageError(
+            f"--annotations {path} are of LVIS, of which only some categories are annotated in each picture: "
+            "its figures are others, and are not computed. The package lvis does."
+        )
+    for name in ("images", "categories"):
+        if not content[name]:
+            raise UsageError(f"--annotations {path}: its list {name!r} is empty.")
+    checked: Mapping[str, Any] = content
+    return checked
+
+
+def _by_id(
+    path: Path, entries: Sequence[Any], of: str, kinds: Mapping[str, type]
+) -> dict[int, Mapping[str, Any]]:
+    """Entries by their ids, in the order of the file."""
+    known: dict[int, Mapping[str, Any]] = {}
+    for place, each in enumerate(entries):
+        for key, kind in kinds.items():
+            value: Any = each.get(key) if isinstance(each, dict) else None
+            is_small = key in ("width", "height") and isinstance(value, int) and value < 1
+            if type(value) is not kind or is_small:
+                raise UsageError(
+                    f"{path}: entry {place} of {of!r} has {key} {value!r:.80}, expected "
+                    f"{'a text' if kind is str else 'a whole number'}"
+                )
+        if known.setdefault(each["id"], each) is not each:
+            raise UsageError(f"{path} has the id {each['id']} twice in {of!r}: remove one, or renumber it.")
+    return known
+
+
+def _is_box(box: Any) -> TypeGuard[list[float]]:
+    numbers = isinstance(box, list) and len(box) == 4 and all(type(each) in (int, float) for each in box)
+    return numbers and all(map(math.isfinite, box)) and min(box[2:]) >= 0
+
+
+def _refuse_corners(path: Path, boxes: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> None:
+    """Refuse boxes that are no left, top, width and height: most end beyond their picture."""
+    beyond = (boxes[:, :2] + boxes[:, 2:] > sizes[:, ::-1] + 1).any(axis=1)
+    if len(boxes) and beyond.mean() > _MOST_BEYOND:
+        raise UsageError(
+            f"{path}: {int(beyond.sum()):,} of {len(boxes):,} boxes end beyond their pictures, if bbox is "
+            "left, top, width and height, as COCO has it. If it is left, top, right and bottom, subtract: "
+            "[x1, y1, x2 - x1, y2 - y1]."
+        )
+
+
+def _notes(boxes: npt.NDArray[np.float64], areas: Sequence[Any]) -> tuple[str, ...]:
+    notes = []
+    if flat := int((boxes[:, 2:] == 0).any(axis=1).sum()):
+        notes.append(f"{counted(flat, 'object')} without width or height: no detection can find them.")
+    if without := sum(area is None for area in areas):
+        notes.append(f"{counted(without, 'object')} without area: that of the box was taken.")
+    return tuple(notes)

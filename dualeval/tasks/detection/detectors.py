@@ -1,0 +1,158 @@
+"""Networks that find objects, by a value of ``--model``; what they are given, and what they give."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.data.preprocessing import OwnPreprocessing
+from dualeval.errors import UsageError
+from dualeval.messages import nearest
+from dualeval.models import classifiers, published
+from dualeval.models.sources.program import is_path_of_program
+from dualeval.models.sources.source import NO_ARGUMENTS, ModelSource, WeightsSource
+from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
+from dualeval.models.sources.vision import TorchvisionModel
+from dualeval.models.transformers_folder import CONFIG, LOCAL, transformers_for
+from dualeval.tasks.refusals import describe
+from dualeval.vision_library import torchvision
+
+_KEYS = ("boxes", "scores", "labels")
+
+
+class TorchvisionDetector(TorchvisionModel):
+    """A network of ``torchvision.models.detection``."""
+
+    def check(self) -> None:
+        super().check()
+        try:
+            torchvision().ops.nms(torch.zeros(0, 4), torch.zeros(0), 0.5)
+        except (NotImplementedError, RuntimeError) as error:
+            raise UsageError(
+                f"--model {self.name}: torchvision's operators are not here, since it was built for another "
+                "torch. Install torchvision and torch from one index."
+            ) from error
+
+    def names(self) -> list[str]:
+        return published.detection_names()
+
+    def needed_arguments(self) -> dict[str, Any]:
+        # Without it torchvision fetches a backbone.
+        return {"weights_backbone": None}
+
+    def label_names(self, weights: WeightsSource) -> dict[int, str] | None:
+        """What published weights call each label; of others labels are ids."""
+        return None if weights.entry is None else dict(enumerate(weights.entry.meta["categories"]))
+
+
+class TransformersDetector(TransformersModel):
+    """A folder with a network such as DETR, and its image processor."""
+
+    kind, forms = "AutoModelForObjectDetection", "MODEL_FOR_OBJECT_DETECTION_MAPPING"
+    noun, trained_for = "object detection network", "object detection"
+
+    @cached_property
+    def processor(self) -> Any:
+        """The folder's image processor, which prepares pictures, and makes boxes of outputs."""
+        with self._reading("image processor"):
+            return transformers_for("--model hf:DIR").AutoImageProcessor.from_pretrained(
+                self._folder, **LOCAL
+            )
+
+    def label_names(self, weights: WeightsSource) -> dict[int, str] | None:
+        """The names in ``id2label``."""
+        return {int(label): str(name) for label, name in self._read_config().id2label.items()}
+
+    def prepares(self) -> OwnPreprocessing:
+        """What the processor does to a picture."""
+        return OwnPreprocessing(function=_Prepared(self.processor))
+
+
+class _Prepared:
+    """A picture as an image processor prepares it: (channels, height, width), the mask behind the colours."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.__qualname__ = type(processor).__name__
+
+    def __call__(self, picture: Any) -> Tensor:
+        prepared = self._processor(images=picture, return_tensors="pt")
+        mask = prepared.get("pixel_mask")
+        values: Tensor = prepared["pixel_values"][0]
+        # Of pictures that are brought to one size nobody needs a mask.
+        return values if mask is None else torch.cat([values, mask.to(values.dtype)])
+
+
+def detector_of(
+    name: str | nn.Module | Callable[[], nn.Module],
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    *,
+    trust: bool = False,
+) -> ModelSource:
+    """The source of a network that finds objects."""
+    if isinstance(name, str) and name.startswith(PREFIX):
+        return TransformersDetector(name, arguments, trust=trust)
+    if isinstance(name, str) and (Path(name) / CONFIG).is_file():
+        raise UsageError(f"--model {name} is a folder of transformers. Type --model {PREFIX}{name}.")
+    if getattr(getattr(name, "config", None), "model_type", None) is not None:
+        raise UsageError(
+            "model is a network of transformers, whose boxes its image processor makes: save both into a "
+            "folder (save_pretrained), and give model='hf:DIR'."
+        )
+    if not isinstance(name, str) or ":" in name:
+        source = classifiers.source_of(name, arguments, trust=trust)
+        if not str(name).startswith("timm:"):
+            return source
+    elif name in published.detection_names():
+        return TorchvisionDetector(name, arguments, trust=trust)
+    known = published.detection_names()
+    kind = "a program that takes pictures of one size" if is_path_of_program(str(name)) else "no such network"
+    raise UsageError(
+        f"--model {name} is {kind}.{nearest(str(name), known, most=5, cutoff=0.5)} Expected a network that "
+        f"finds objects: hf:DIR, package.module:factory, FILE.py:factory, or one of torchvision "
+        f"({', '.join(known)})."
+    )
+
+
+def run_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The logits and boxes of each query, with masks where the network takes them."""
+    given = dict(batch)
+    if "pixel_mask" not in inspect.signature(model.forward).parameters:
+        given.pop("pixel_mask", None)
+    outputs = model(**given)
+    return {name: outputs[name].float() for name in ("logits", "pred_boxes")}
+
+
+def found_by(processor: Any, columns: Mapping[str, Tensor], sizes: Sequence[Any]) -> dict[str, list[Tensor]]:
+    """The boxes (xyxy, in pixels of the pictures), scores and labels that a processor makes of outputs."""
+    outputs = SimpleNamespace(**{name: columns[name] for name in ("logits", "pred_boxes")})
+    found = processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=[*map(tuple, sizes)])
+    return {name: [each[name] for each in found] for name in _KEYS}
+
+
+def checked_outputs(model: str, outputs: Any, count: int) -> dict[str, list[Tensor]]:
+    """What a detector as torchvision's returned: of each picture a dict of boxes, scores and labels."""
+    expected = (
+        "expected a list with a dict for each picture: boxes (n, 4) as x1, y1, x2, y2, scores (n,), and "
+        "labels (n,) of whole numbers. Wrap it in a module whose forward returns these."
+    )
+    if not isinstance(outputs, (list, tuple)) or len(outputs) != count:
+        raise UsageError(f"the model {model} returned {describe(outputs)} for {count} pictures, {expected}")
+    for each in outputs:
+        if not isinstance(each, Mapping) or not {*_KEYS} <= {*each}:
+            raise UsageError(f"the model {model} returned {describe(each)} for a picture, {expected}")
+        shapes = {name: tuple(each[name].shape) for name in _KEYS}
+        number = len(each["scores"])
+        if shapes != {"boxes": (number, 4), "scores": (number,), "labels": (number,)}:
+            raise UsageError(f"the model {model} returned the shapes {shapes} for a picture, {expected}")
+        if each["labels"].is_floating_point():
+            raise UsageError(f"the model {model} returned labels of {each['labels'].dtype}, {expected}")
+    kinds = {"boxes": torch.float32, "scores": torch.float32, "labels": torch.int64}
+    return {name: [each[name].to(kind) for each in outputs] for name, kind in kinds.items()}

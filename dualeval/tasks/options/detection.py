@@ -1,0 +1,79 @@
+"""The options of detection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from dualeval.models.weights import model_beside
+from dualeval.options.fields import option
+from dualeval.tasks.options.base import DATA, MODEL, PictureOptions, same
+
+if TYPE_CHECKING:
+    from dualeval.models.sources.source import ModelSource
+
+_BOXES = "Boxes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionOptions(PictureOptions):
+    """Objects in pictures, with annotations as COCO writes them."""
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "import torch",
+        "model": "from transformers import AutoModelForObjectDetection as Detector; "
+        'return Detector.from_pretrained("models/mine")',
+        "data": "val2017",
+        "more": ', annotations="annotations/instances_val2017.json"',
+    }
+
+    @staticmethod
+    def known_metrics() -> Mapping[str, str]:
+        """The metrics that can be asked for by name."""
+        return {"ap": "COCO's average precision and recall of boxes, by pycocotools; all, by size, by class"}
+
+    model: str = option(help="hf:DIR, torchvision name, pkg.mod:fn.", group=MODEL, resolve=model_beside)
+    data: Path = option(help="Folder of the pictures.", group=DATA)
+    annotations: Path | None = option(
+        None, "Their annotations, JSON as COCO has it.", group=DATA, shown="beside the folder", metavar="FILE"
+    )
+    category_names: str | None = option(
+        None,
+        "Name of each label of the model: a file, or a,b,c.",
+        group=DATA,
+        is_path=lambda text: "," not in text,
+        shown="the model's",
+    )
+    category_map: str | None = option(
+        None,
+        "Category of the model's names: person=human,car=vehicle, or a JSON file.",
+        group=DATA,
+        is_path=lambda text: "=" not in text,
+    )
+    num_classes: int | None = option(
+        None, "Classes of torchvision's network, with background.", group=MODEL, least=2
+    )
+    orientation: Literal["stored", "shown"] | None = option(
+        None, "Of pictures that EXIF turns, if sizes do not tell.", group=DATA, shown="found out"
+    )
+    order: Literal["id", "shape"] = option(
+        "id", "Order of the pictures, so which are in a batch.", group=DATA
+    )
+    boxes_in: Literal["picture", "input"] = option(
+        "picture", "Whose pixels a function's boxes are in.", group=_BOXES
+    )
+    score_threshold: float = option(0.0, "Leave out detections below this score.", group=_BOXES)
+    max_detections: int = option(
+        100, "Detections of a category that count, a picture.", group=_BOXES, least=1
+    )
+    bootstrap: int = option(1000, "Resamples for the intervals; 0: none.", group=_BOXES, least=0)
+    data_fingerprint: str = same("data_fingerprint")
+    preprocessing: str | None = same("preprocessing")
+
+    def source(self) -> ModelSource:
+        from dualeval.models.classifiers import arguments_of
+        from dualeval.tasks.detection.detectors import detector_of
+
+        return detector_of(self.model, arguments_of(self.model_arg), trust=self.trust_checkpoint)

@@ -1,0 +1,123 @@
+"""Tiny networks of transformers that find objects, each in a folder with its image processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_LABELS = {0: "cat", 1: "Red_Dog", 2: "fox", 3: "tree"}
+_SHORTEST = {"shortest_edge": 64, "longest_edge": 96}
+_SQUARE = {"height": 64, "width": 64}
+_HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+def _resnet(stages: tuple[str, ...]) -> dict[str, Any]:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=[*stages]
+    )
+    return {
+        "backbone_config": config,
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+    }
+
+
+def _small(**more: Any) -> dict[str, Any]:
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    return {"d_model": 16, "num_queries": 12, "num_labels": 4} | _HEADS | layers | more
+
+
+def _rt(kind: str) -> Any:
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    if kind == "DFine":
+        backbone = transformers.HGNetV2Config(
+            stage_in_channels=[8, 8, 16, 16],
+            stage_mid_channels=[8, 8, 8, 8],
+            stage_out_channels=[8, 16, 16, 16],
+            stage_num_blocks=[1, 1, 1, 1],
+            stage_numb_of_layers=[1, 1, 1, 1],
+            stem_channels=[3, 8, 8],
+            hidden_sizes=[8, 16, 16, 16],
+            depths=[1, 1, 1, 1],
+            out_features=["stage2", "stage3", "stage4"],
+        )
+    channels = [8, 16, 16] if kind != "DFine" else [16, 16, 16]
+    return getattr(transformers, f"{kind}Config")(
+        backbone_config=backbone,
+        encoder_hidden_dim=16,
+        encoder_in_channels=channels,
+        feat_strides=[8, 16, 32],
+        encoder_layers=1,
+        encoder_ffn_dim=16,
+        d_model=16,
+        num_queries=12,
+        decoder_in_channels=[16, 16, 16],
+        decoder_ffn_dim=16,
+        decoder_layers=2,
+        decoder_n_points=[2, 2, 2] if kind == "DFine" else 2,
+        num_labels=4,
+        anchor_image_size=None,
+        **_HEADS,
+    )
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "detr": lambda: (
+        transformers.DetrConfig(**_small(**_resnet(("stage4",)))),
+        transformers.DetrImageProcessor(size=_SHORTEST),
+    ),
+    "conditional": lambda: (
+        transformers.ConditionalDetrConfig(**_small(**_resnet(("stage4",)))),
+        transformers.ConditionalDetrImageProcessor(size=_SHORTEST),
+    ),
+    "deformable": lambda: (
+        transformers.DeformableDetrConfig(
+            **_small(**_resnet(("stage2", "stage3", "stage4")), d_model=32, decoder_layers=2),
+            num_feature_levels=3,
+            encoder_n_points=2,
+            decoder_n_points=2,
+            disable_custom_kernels=True,
+        ),
+        transformers.DeformableDetrImageProcessor(size=_SHORTEST),
+    ),
+    "rt_detr": lambda: (_rt("RTDetr"), transformers.RTDetrImageProcessor(size=_SQUARE)),
+    "rt_detr_v2": lambda: (_rt("RTDetrV2"), transformers.RTDetrImageProcessor(size=_SQUARE)),
+    "d_fine": lambda: (_rt("DFine"), transformers.RTDetrImageProcessor(size=_SQUARE)),
+    "yolos": lambda: (
+        transformers.YolosConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            image_size=[64, 96],
+            patch_size=16,
+            num_detection_tokens=12,
+            num_labels=4,
+        ),
+        transformers.YolosImageProcessor(size=_SHORTEST),
+    ),
+}
+
+
+def write_detector(folder: Path, family: str, *, seed: int = 0) -> Path:
+    """Write a network with drawn weights and its processor."""
+    config, processor = FAMILIES[family]()
+    config.id2label = _LABELS
+    config.label2id = {name: label for label, name in _LABELS.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForObjectDetection.from_config(config)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
