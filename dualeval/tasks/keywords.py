@@ -72,8 +72,10 @@ class DetectionKeywords(TypedDict, total=False):
     orientation: Literal["stored", "shown"] | None
     order: Literal["id", "shape"]
     boxes_in: Literal["picture", "input"]
+    iou_type: Sequence[str]
+    sigmas: Sequence[float] | None
     score_threshold: float
-    max_detections: int
+    max_detections: int | None
     bootstrap: int
     data_fingerprint: Literal["ends", "content"]
 

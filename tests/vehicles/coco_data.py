@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,32 @@ CATEGORIES = {3: "cat", 7: "red dog", 8: "bird", 12: "fox"}
 _COLOURS = {3: 0, 7: 1, 12: 2}
 # Its largest area is COCO's "large".
 _SIDES = (8, 140)
+
+
+# How exact the three keypoints are.
+SIGMAS = (0.1, 0.05, 0.2)
+
+
+def _points(left: int, top: int, wide: int, high: int) -> list[int]:
+    """Two corners, seen."""
+    return [left, top, 2, left + wide, top + high, 2]
+
+
+def _segmentation(box: tuple[int, int, int, int], size: tuple[int, int], crowd: int) -> Any:
+    """Two polygons, or of crowds the lengths of runs, as COCO has it."""
+    left, top, wide, high = box
+    if not crowd:
+        half = wide // 2
+        return [
+            [left, top, left + half, top, left + half, top + high, left, top + high],
+            [left + half, top, left + wide, top + high, left + half, top + high],
+        ]
+    mask = np.zeros(size, np.uint8)
+    mask[top : top + high, left : left + wide] = 1
+    flat = mask.flatten(order="F")
+    ends = [0, *(np.flatnonzero(np.diff(flat)) + 1).tolist(), len(flat)]
+    runs = [after - before for before, after in pairwise(ends)]
+    return {"size": [*size], "counts": [0, *runs] if flat[0] else runs}
 
 
 def write_coco(folder: Path, count: int = 12, *, seed: int = 0, sizes: int = 3) -> tuple[Path, Path]:
@@ -50,7 +77,13 @@ def write_coco(folder: Path, count: int = 12, *, seed: int = 0, sizes: int = 3) 
                     "category_id": category,
                     "bbox": [left + 0.25, top, wide, high],
                     "area": 0.9 * wide * high,
-                    "iscrowd": int(draw.random() < 0.1),
+                    "iscrowd": (crowd := int(draw.random() < 0.1)),
+                    "segmentation": _segmentation((left, top, wide, high), (height, width), crowd),
+                    "keypoints": [
+                        *_points(left, top, wide, high),
+                        *((left + 2, top, 0) if crowd else (left, top, 1)),
+                    ],
+                    "num_keypoints": 2 + (not crowd),
                 }
             )
         name = f"{place:03}.png"
@@ -67,9 +100,9 @@ def write_coco(folder: Path, count: int = 12, *, seed: int = 0, sizes: int = 3) 
 class Finder(nn.Module):
     """Finds the rectangles by their colours, not quite, and some that are not there."""
 
-    def __init__(self, labels: tuple[int, ...] = (3, 7, 12), scale: float = 1.0) -> None:
+    def __init__(self, labels: tuple[int, ...] = (3, 7, 12)) -> None:
         super().__init__()
-        self.labels, self.scale = labels, scale
+        self.labels = labels
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, pictures: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -95,16 +128,35 @@ class Finder(nn.Module):
             boxes.append(torch.cat([corner, corner + 50 * torch.rand(2, generator=draw)]))
             scores.append(0.5 * torch.rand((), generator=draw))
             labels.append(self.labels[int(torch.randint(len(self.labels), (), generator=draw))])
+        found = torch.stack(boxes)
+        rows, columns = torch.arange(picture.shape[1])[:, None], torch.arange(picture.shape[2])
+        left, top, right, bottom = found[:, :, None, None].unbind(1)
+        inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+        points = torch.stack([found[:, :2], found[:, 2:], found[:, :2] + 1], 1)
         return {
-            "boxes": self.scale * torch.stack(boxes),
+            "boxes": found,
             "scores": torch.stack(scores) * self.weight,
             "labels": torch.tensor(labels),
+            # As torchvision's: probabilities of shape (n, 1, height, width).
+            "masks": 0.9 * inside[:, None].float(),
+            "keypoints": torch.nn.functional.pad(points, (0, 1), value=1.0),
         }
 
 
 def finder() -> nn.Module:
     """As ``--model tests.vehicles.coco_data:finder``."""
     return Finder()
+
+
+def _results(row: dict[str, Any], column: str) -> list[Any]:
+    """A picture's detections, as in a file of results."""
+    if column == "masks":
+        height, width, *codes = row[column].split()
+        return [{"size": [int(height), int(width)], "counts": code} for code in codes]
+    if column == "boxes":
+        return [[box[0], box[1], box[2] - box[0], box[3] - box[1]] for box in row[column]]
+    points: list[Any] = row[column]
+    return points
 
 
 def figures(
@@ -116,22 +168,22 @@ def figures(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
+    of_kind = {"bbox": ("boxes", "bbox"), "segm": ("masks", "segmentation"), "keypoints": ("keypoints",) * 2}
+    column, key = of_kind[kind]
     results = [
-        {
-            "image_id": row["image_id"],
-            "category_id": label,
-            "score": score,
-            "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]],
-        }
+        {"image_id": row["image_id"], "category_id": label, "score": score, key: value}
         for row in rows
-        for box, score, label in zip(row["boxes"], row["scores"], row["labels"], strict=True)
+        for value, score, label in zip(_results(row, column), row["scores"], row["labels"], strict=True)
     ]
     path = annotations.with_name("results.json")
     path.write_text(json.dumps(results))
     with redirect_stdout(None):
         truth = COCO(str(annotations))
         evaluation = COCOeval(truth, truth.loadRes(str(path)), kind)
-        evaluation.params.maxDets = [1, 10, most]
+        if kind == "keypoints":
+            evaluation.params.kpt_oks_sigmas = np.array(SIGMAS)
+        else:
+            evaluation.params.maxDets = [1, 10, most]
         for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
             step()
     return [float(each) for each in evaluation.stats]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns.ragged import Ragged
+from dualeval.columns.ragged import Ragged, Text
 from dualeval.data.cache import DataCache
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
@@ -22,7 +23,14 @@ from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.detection import detectors
 from dualeval.tasks.detection.categories import CategoryMap, category_map, names_from, renamed_from
-from dualeval.tasks.detection.detectors import TransformersDetector, checked_outputs, detector_of, found_by
+from dualeval.tasks.detection.detectors import (
+    GIVEN,
+    TransformersDetector,
+    checked_outputs,
+    detector_of,
+    found_by,
+)
+from dualeval.tasks.detection.masks import as_text, codes_of
 from dualeval.tasks.detection.pictures import AnnotatedPictures, open_annotated, padded
 from dualeval.tasks.keywords import DetectionKeywords
 from dualeval.tasks.options.detection import DetectionOptions
@@ -31,7 +39,12 @@ from dualeval.tasks.picture_task import ChosenPreprocessing, PictureTask, named_
 # Of a batch so many boxes, all between 0 and 1, are no pixels.
 _FEW_BOXES = 10
 _UNIT = 1.5
-_TRUTH = ("boxes", "labels", "areas", "crowds")
+# By what is compared, what is known of objects.
+_TRUTH = {
+    "bbox": ("boxes", "labels", "areas", "crowds"),
+    "segm": ("masks", "labels", "areas", "crowds"),
+    "keypoints": ("boxes", "keypoints", "labels", "areas", "crowds"),
+}
 
 
 class Detection(PictureTask):
@@ -60,7 +73,6 @@ class Detection(PictureTask):
     """
 
     name = "detection"
-    rows = ("image_id", "boxes", "scores", "labels")
     wants_workers = True
 
     @with_keywords(DetectionKeywords, DetectionOptions)
@@ -88,7 +100,9 @@ class Detection(PictureTask):
             data=Path(data),
             annotations=None if annotations is None else Path(annotations),
         )
-        source = detector_of(model, dict(model_arguments or {}), trust=settings.trust_checkpoint)
+        self._kinds = settings.iou_type
+        arguments, trust = dict(model_arguments or {}), settings.trust_checkpoint
+        source = detector_of(model, arguments, kinds=self._kinds, trust=trust)
         super().__init__(source, settings.weights, settings)
         self._processor = source.processor if isinstance(source, TransformersDetector) else None
         self._preprocessing = self._chosen(source, preprocessing)
@@ -96,6 +110,7 @@ class Detection(PictureTask):
             settings.data,
             settings.annotations,
             self._preprocessing.values,
+            kinds=self._kinds,
             keep=settings.keep,
             orientation=settings.orientation,
             order=settings.order,
@@ -130,6 +145,10 @@ class Detection(PictureTask):
             model=f"--model {self._model.name}",
             path=annotations.path,
         )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return ("image_id", *(GIVEN[kind] for kind in self._kinds), "scores", "labels")
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -177,7 +196,9 @@ class Detection(PictureTask):
         """The outputs of a folder's network, of which boxes are made on the host; else the boxes."""
         if self._processor is not None:
             return dict(outputs)
-        return {**checked_outputs(self._model.name, outputs, len(batch["pictures"])), "input": batch["sizes"]}
+        count = len(batch["pictures"])
+        found = checked_outputs(self._model.name, outputs, count, self._kinds)
+        return {**found, "input": batch["sizes"]}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Any]:
         """Detections in pixels of the pictures, of categories that are annotated, and what is true."""
@@ -186,20 +207,40 @@ class Detection(PictureTask):
         if self._processor is not None:
             columns = found_by(self._processor, columns, sizes.tolist())
         lengths = torch.tensor([len(each) for each in columns["scores"]])
-        boxes, scores, labels = (torch.cat([*columns[name]]) for name in ("boxes", "scores", "labels"))
         places = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        if self._scales:
-            ratio = (sizes / columns["input"]).flip(1).repeat(1, 2).to(boxes.dtype)
-            boxes = boxes * ratio[places]
-        self._check(boxes, scores, labels, sizes, lambda at: self._dataset.id(samples[int(places[at])]))
+        scores, labels = (torch.cat([*columns[name]]) for name in ("scores", "labels"))
+        ratio = (sizes / columns["input"]).flip(1)[places] if self._scales else torch.ones(len(scores), 2)
+        found = {"scores": scores}
+        if "bbox" in self._kinds:
+            found["boxes"] = torch.cat([*columns["boxes"]]) * ratio.repeat(1, 2)
+        if "keypoints" in self._kinds:
+            points = torch.cat([*columns["keypoints"]])
+            scale = torch.nn.functional.pad(ratio, (0, 1), value=1.0)
+            found["keypoints"] = points * scale.repeat(1, points.shape[1] // 3)
+        self._check(found, sizes, lambda at: self._dataset.id(samples[int(places[at])]))
         ids = self._ids_of(labels)
         keep = (ids >= 0) & (scores >= self._options.score_threshold)
-        lengths = torch.bincount(places[keep], minlength=len(lengths))
-        found = {"boxes": boxes[keep], "scores": scores[keep], "labels": ids[keep]}
-        return {
-            **{name: Ragged(values, lengths) for name, values in found.items()},
-            **annotations.columns(samples),
+        counts = torch.bincount(places[keep], minlength=len(lengths))
+        result: dict[str, Any] = {
+            name: Ragged(values[keep], counts) for name, values in ({**found, "labels": ids}).items()
         }
+        if "segm" in self._kinds:
+            kept = torch.split(keep, lengths.tolist())
+            each = zip(columns["masks"], kept, sizes.tolist(), samples, strict=True)
+            result["masks"] = Text([self._masks(*of_picture) for of_picture in each])
+        return {**result, **annotations.columns(samples)}
+
+    def _masks(self, masks: Any, keep: Tensor, size: list[int], sample: int) -> str:
+        """The masks of a picture that count."""
+        if isinstance(masks, Tensor):
+            if len(masks) != len(keep) * size[0] * size[1]:
+                pixels, name = f"{len(masks) // max(len(keep), 1):,}", self._dataset.id(sample)
+                raise UsageError(
+                    f"the model {self._model.name} gave masks of {pixels} pixels for {name}, which has {size[1]} "
+                    f"x {size[0]}: expected masks of the picture's own size."
+                )
+            return as_text(size[0], size[1], codes_of(masks.view(-1, size[0], size[1])[keep]))
+        return as_text(size[0], size[1], [*compress(masks, keep.tolist())])
 
     def _ids_of(self, labels: Tensor) -> Tensor:
         """The category of each label; -1 for one that does not count."""
@@ -215,17 +256,18 @@ class Detection(PictureTask):
             )
         return torch.tensor([-1 if each is None else each for each in ids], dtype=torch.int64)[places]
 
-    def _check(
-        self, boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor, named: Callable[[int], str]
-    ) -> None:
+    def _check(self, found: Mapping[str, Tensor], sizes: Tensor, named: Callable[[int], str]) -> None:
         """Refuse detections that are not what they are taken for."""
         begin = f"the model {self._model.name} gave"
-        bad = ~(scores.isfinite() & boxes.isfinite().all(1))
-        if bad.any():
-            raise UsageError(
-                f"{begin} {int(bad.sum())} of {len(bad)} detections with a NaN or infinite score or box, "
-                f"first in {named(int(bad.nonzero()[0]))}. With --precision float32 they may be finite."
-            )
+        for name, values in found.items():
+            bad = ~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()
+            if bad.any():
+                raise UsageError(
+                    f"{begin} {name} that are NaN or infinite, of {int(bad.sum())} of {len(bad)} detections, "
+                    f"first in {named(int(bad.nonzero()[0]))}. With --precision float32 they may be finite."
+                )
+        if (boxes := found.get("boxes")) is None:
+            return
         bad = (boxes[:, 2:] < boxes[:, :2]).any(1)
         if bad.any():
             at = int(bad.nonzero()[0])
@@ -249,7 +291,9 @@ class Detection(PictureTask):
         options = self._options
         return {
             "categories": {str(number): name for number, name in categories.items()},
+            "iou_type": [*self._kinds],
             "max_detections": options.max_detections,
+            "sigmas": options.sigmas and [*options.sigmas],
             "bootstrap": options.bootstrap,
         }
 
@@ -290,6 +334,8 @@ class Detection(PictureTask):
             "orientation": options.orientation,
             "order": options.order,
             "boxes_in": options.boxes_in,
+            "iou_type": [*self._kinds],
+            "sigmas": options.sigmas and [*options.sigmas],
             "score_threshold": options.score_threshold,
             "max_detections": options.max_detections,
             "bootstrap": options.bootstrap,
@@ -301,14 +347,15 @@ class Detection(PictureTask):
     def description(self) -> dict[str, str]:
         annotations = self._dataset.annotations
         threshold = self._options.score_threshold
+        most = self._options.max_detections or "100 (keypoints 20)"
         return {
             "model": self._model.shown,
             "weights": self._weights_description(),
             "data": f"{self._options.data}, annotations {annotations.path}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
-            "compared": f"{len(annotations.categories)} categories, all scores"
-            f"{f' from {threshold:g}' if threshold else ''}, at most {self._options.max_detections} "
-            "detections of a category in a picture; by pycocotools",
+            "compared": f"{', '.join(self._kinds)}; {len(annotations.categories)} categories, all scores"
+            f"{f' from {threshold:g}' if threshold else ''}, at most {most} detections of a category in a "
+            "picture; by pycocotools",
         }
 
     def fingerprint(self) -> dict[str, Any]:
@@ -330,10 +377,10 @@ def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int,
     image = picture.copy()
     draw = ImageDraw.Draw(image)
     width = max(1, min(image.size) // 200)
-    for (left, top, wide, high), label in zip(row["true_boxes"], row["true_labels"], strict=True):
+    for (left, top, wide, high), label in zip(row.get("true_boxes", ()), row["true_labels"], strict=False):
         draw.rectangle((left, top, left + wide, top + high), outline="lime", width=width)
         draw.text((left, top), categories.get(label, str(label)), fill="lime")
-    for box, score, label in zip(row["boxes"], row["scores"], row["labels"], strict=True):
+    for box, score, label in zip(row.get("boxes", ()), row["scores"], row["labels"], strict=False):
         if score >= 0.3:
             draw.rectangle([*box], outline="red", width=width)
             draw.text((box[0], box[3]), f"{categories.get(label, label)} {score:.2f}", fill="red")
@@ -343,7 +390,16 @@ def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int,
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     categories = {int(number): name for number, name in options["categories"].items()}
-    ap = AveragePrecision(
-        categories, max_detections=options["max_detections"], truth=_TRUTH, true_format="xywh"
-    )
-    return chosen(names, [ap])
+    sigmas = options["sigmas"]
+    metrics: list[Metric | RowMetric] = [
+        AveragePrecision(
+            categories,
+            iou_type=kind,
+            max_detections=options["max_detections"],
+            truth=_TRUTH[kind],
+            true_format="xywh",
+            sigmas=sigmas if kind == "keypoints" else None,
+        )
+        for kind in options["iou_type"]
+    ]
+    return chosen(names, metrics)

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns.of_data import FurtherColumns, KeptColumns
-from dualeval.columns.ragged import Ragged
+from dualeval.columns.ragged import Ragged, Text
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, listed
+from dualeval.tasks.detection.masks import as_text, true_code
 
-_OF_OBJECTS = ("boxes", "labels", "areas", "crowds")
 _LISTS = ("images", "annotations", "categories")
 # What COCO writes of each picture that no group is made by.
 _USUAL = (
@@ -49,18 +49,29 @@ class Annotations:
     labels: npt.NDArray[np.int64]
     areas: npt.NDArray[np.float64]
     crowds: npt.NDArray[np.bool_]
+    # What is compared: of each object its segmentation as the file has it, and x, y and visibility of its
+    # keypoints; empty where they are not asked for.
+    segmentations: Sequence[Any]
+    keypoints: npt.NDArray[np.float64]
     kept: KeptColumns
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def _of_objects(self) -> tuple[str, ...]:
+        """The arrays of objects."""
+        return ("boxes", "labels", "areas", "crowds", *(["keypoints"] if self.keypoints.shape[1] else []))
+
     def select(self, indices: npt.NDArray[np.int64]) -> Annotations:
         """Of some pictures alone, in this order."""
         counts = np.diff(self.ends)[indices]
         runs = [np.arange(self.ends[each], self.ends[each + 1]) for each in indices]
         places = np.concatenate([np.zeros(0, np.int64), *runs])
-        of_objects: dict[str, Any] = {name: getattr(self, name)[places] for name in _OF_OBJECTS}
+        of_objects: dict[str, Any] = {name: getattr(self, name)[places] for name in self._of_objects}
+        if self.segmentations:
+            of_objects["segmentations"] = [self.segmentations[each] for each in places]
         return replace(
             self,
             names=[self.names[each] for each in indices],
@@ -79,13 +90,25 @@ class Annotations:
         def ragged(values: npt.NDArray[Any]) -> Ragged:
             return Ragged(torch.from_numpy(values[first:last].copy()), lengths)
 
-        return {
-            "true_boxes": ragged(self.boxes),
-            "true_labels": ragged(self.labels),
-            "true_areas": ragged(self.areas),
-            "true_crowds": ragged(self.crowds),
-            "image_id": torch.from_numpy(self.ids[samples.start : samples.stop].copy()),
-        }
+        truth: dict[str, Any] = {f"true_{name}": ragged(getattr(self, name)) for name in self._of_objects}
+        if self.segmentations:
+            truth["true_masks"] = Text([self._masks(sample) for sample in samples])
+        return {**truth, "image_id": torch.from_numpy(self.ids[samples.start : samples.stop].copy())}
+
+    def _masks(self, sample: int) -> str:
+        height, width = self.sizes[sample].tolist()
+        return as_text(height, width, [self._code(place, height, width) for place in self._places(sample)])
+
+    def _places(self, sample: int) -> range:
+        return range(self.ends[sample], self.ends[sample + 1])
+
+    def _code(self, place: int, height: int, width: int) -> str:
+        try:
+            return true_code(self.segmentations[place], height, width)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.path}: a segmentation of a picture of {width} x {height}: {error}"
+            ) from error
 
     def digest(self, samples: range) -> str:
         """sha256, in hex, over what is true of consecutive pictures."""
@@ -94,13 +117,15 @@ class Annotations:
         for array in (self.ids, self.sizes):
             digest.update(array[samples.start : samples.stop].tobytes())
         digest.update((self.ends[samples.start : samples.stop + 1] - first).tobytes())
-        for name in _OF_OBJECTS:
+        for name in self._of_objects:
             digest.update(np.ascontiguousarray(getattr(self, name)[first:last]).tobytes())
+        if self.segmentations:
+            digest.update(json.dumps(self.segmentations[first:last]).encode())
         return digest.hexdigest()
 
 
-def read_annotations(path: Path, keep: Sequence[str] = ()) -> Annotations:
-    """Read a file of annotations, and check all of it."""
+def read_annotations(path: Path, kinds: Sequence[str], keep: Sequence[str] = ()) -> Annotations:
+    """Read a file of annotations, and check all of it, for what is compared ("bbox", "segm", "keypoints")."""
     content = _content(path)
     categories = _by_id(path, content["categories"], "categories", {"id": int, "name": str})
     names = [each["name"] for each in categories.values()]
@@ -139,6 +164,7 @@ def read_annotations(path: Path, keep: Sequence[str] = ()) -> Annotations:
         boxes[place], crowds[place] = box, bool(each.get("iscrowd", 0))
         area = each.get("area")
         areas[place] = box[2] * box[3] if area is None else area
+    entries = [*objects.values()]
     # pycocotools takes a picture's objects in the order of the file, too.
     by_image = np.argsort(of_images, kind="stable")
     sizes = np.array([[images[each]["height"], images[each]["width"]] for each in order], np.int64)
@@ -157,8 +183,12 @@ def read_annotations(path: Path, keep: Sequence[str] = ()) -> Annotations:
         labels=labels[by_image],
         areas=areas[by_image],
         crowds=crowds[by_image],
+        segmentations=[_there(path, entries[each], "segmentation") for each in by_image]
+        if "segm" in kinds
+        else [],
+        keypoints=_keypoints(path, entries)[by_image] if "keypoints" in kinds else np.zeros((0, 0)),
         kept=further.kept(),
-        notes=_notes(boxes, [each.get("area") for each in objects.values()]),
+        notes=_notes(boxes, [each.get("area") for each in entries]),
     )
 
 
@@ -216,6 +246,23 @@ def _by_id(
 def _is_box(box: Any) -> TypeGuard[list[float]]:
     numbers = isinstance(box, list) and len(box) == 4 and all(type(each) in (int, float) for each in box)
     return numbers and all(map(math.isfinite, box)) and min(box[2:]) >= 0
+
+
+def _there(path: Path, entry: Mapping[str, Any], key: str) -> Any:
+    if not entry.get(key):
+        raise UsageError(f"{path}: the annotation {entry['id']} has no {key}, which --iou-type compares.")
+    return entry[key]
+
+
+def _keypoints(path: Path, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
+    """x, y and visibility of all objects' keypoints, (objects, 3 keypoints)."""
+    points = [_there(path, each, "keypoints") for each in entries]
+    counts = {len(each) for each in points}
+    if len(counts) != 1 or counts.pop() % 3:
+        raise UsageError(
+            f"{path}: objects have different numbers of keypoints, expected x, y, visibility of each."
+        )
+    return np.array(points, np.float64)
 
 
 def _refuse_corners(path: Path, boxes: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> None:

@@ -21,10 +21,12 @@ from dualeval.models.sources.source import NO_ARGUMENTS, ModelSource, WeightsSou
 from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
 from dualeval.models.sources.vision import TorchvisionModel
 from dualeval.models.transformers_folder import CONFIG, LOCAL, transformers_for
+from dualeval.tasks.detection.masks import masks_by
 from dualeval.tasks.refusals import describe
 from dualeval.vision_library import torchvision
 
-_KEYS = ("boxes", "scores", "labels")
+# By what is compared, what is given of each detection.
+GIVEN = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 
 
 class TorchvisionDetector(TorchvisionModel):
@@ -75,6 +77,20 @@ class TransformersDetector(TransformersModel):
         return OwnPreprocessing(function=_Prepared(self.processor))
 
 
+class TransformersMasks(TransformersDetector):
+    """A folder with a network such as Mask2Former, which gives masks."""
+
+    kind, forms = "AutoModelForUniversalSegmentation", "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING"
+    noun, trained_for = "instance segmentation network", "instance segmentation"
+
+    def check(self) -> None:
+        super().check()
+        if not hasattr(self.processor, "post_process_instance_segmentation"):
+            raise UsageError(
+                f"--model {self.name}: {type(self.processor).__name__} makes no masks of objects."
+            )
+
+
 class _Prepared:
     """A picture as an image processor prepares it: (channels, height, width), the mask behind the colours."""
 
@@ -94,11 +110,18 @@ def detector_of(
     name: str | nn.Module | Callable[[], nn.Module],
     arguments: Mapping[str, Any] = NO_ARGUMENTS,
     *,
+    kinds: Sequence[str] = ("bbox",),
     trust: bool = False,
 ) -> ModelSource:
-    """The source of a network that finds objects."""
+    """The source of a network that finds objects, and gives what these kinds are."""
     if isinstance(name, str) and name.startswith(PREFIX):
-        return TransformersDetector(name, arguments, trust=trust)
+        if len(kinds) > 1 or kinds[0] == "keypoints":
+            raise UsageError(
+                f"--iou-type {','.join(kinds)}: a folder of transformers is evaluated for boxes (bbox) or "
+                "masks (segm) alone. Give a module of your own that returns all."
+            )
+        source_class = TransformersMasks if kinds[0] == "segm" else TransformersDetector
+        return source_class(name, arguments, trust=trust)
     if isinstance(name, str) and (Path(name) / CONFIG).is_file():
         raise UsageError(f"--model {name} is a folder of transformers. Type --model {PREFIX}{name}.")
     if getattr(getattr(name, "config", None), "model_type", None) is not None:
@@ -122,37 +145,71 @@ def detector_of(
 
 
 def run_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The logits and boxes of each query, with masks where the network takes them."""
+    """The logits and boxes or masks of each query; pictures have masks where the network takes them."""
     given = dict(batch)
     if "pixel_mask" not in inspect.signature(model.forward).parameters:
         given.pop("pixel_mask", None)
     outputs = model(**given)
-    return {name: outputs[name].float() for name in ("logits", "pred_boxes")}
+    if "masks_queries_logits" not in outputs:
+        return {name: outputs[name].float() for name in ("logits", "pred_boxes")}
+    pictures = batch["pixel_values"]
+    shown = batch.get("pixel_mask", torch.ones_like(pictures[:, 0]))
+    # Of each picture its own height and width within the batch's.
+    valid = torch.stack([shown.amax(2).sum(1), shown.amax(1).sum(1)], 1).long()
+    whole = torch.tensor(pictures.shape[2:], device=valid.device).expand_as(valid)
+    names = ("class_queries_logits", "masks_queries_logits")
+    return {**{name: outputs[name].float() for name in names}, "valid": valid, "input": whole}
 
 
-def found_by(processor: Any, columns: Mapping[str, Tensor], sizes: Sequence[Any]) -> dict[str, list[Tensor]]:
-    """The boxes (xyxy, in pixels of the pictures), scores and labels that a processor makes of outputs."""
+def found_by(processor: Any, columns: Mapping[str, Tensor], sizes: Sequence[Any]) -> dict[str, list[Any]]:
+    """The boxes (xyxy, in pixels of the pictures) or masks, scores and labels that a processor makes."""
+    if "masks_queries_logits" in columns:
+        return masks_by(processor, columns, sizes)
     outputs = SimpleNamespace(**{name: columns[name] for name in ("logits", "pred_boxes")})
     found = processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=[*map(tuple, sizes)])
-    return {name: [each[name] for each in found] for name in _KEYS}
+    return {name: [each[name] for each in found] for name in ("boxes", "scores", "labels")}
 
 
-def checked_outputs(model: str, outputs: Any, count: int) -> dict[str, list[Tensor]]:
-    """What a detector as torchvision's returned: of each picture a dict of boxes, scores and labels."""
+def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) -> dict[str, list[Tensor]]:
+    """What a detector as torchvision's returned: of each picture a dict of boxes, scores and labels.
+
+    Masks become bools, a row a picture of all its pixels, one object's behind the other's.
+    """
+    keys = ("scores", "labels", *(GIVEN[kind] for kind in kinds))
     expected = (
-        "expected a list with a dict for each picture: boxes (n, 4) as x1, y1, x2, y2, scores (n,), and "
-        "labels (n,) of whole numbers. Wrap it in a module whose forward returns these."
+        "expected a list with a dict for each picture: scores (n,), labels (n,) of whole numbers, and, as "
+        "--iou-type asks, boxes (n, 4) as x1, y1, x2, y2, masks (n, height, width) of bools or "
+        "probabilities, keypoints (n, points, 3). Wrap it in a module whose forward returns these."
     )
     if not isinstance(outputs, (list, tuple)) or len(outputs) != count:
         raise UsageError(f"the model {model} returned {describe(outputs)} for {count} pictures, {expected}")
+    found: dict[str, list[Tensor]] = {name: [] for name in keys}
     for each in outputs:
-        if not isinstance(each, Mapping) or not {*_KEYS} <= {*each}:
+        if not isinstance(each, Mapping) or not {*keys} <= {*each}:
             raise UsageError(f"the model {model} returned {describe(each)} for a picture, {expected}")
-        shapes = {name: tuple(each[name].shape) for name in _KEYS}
         number = len(each["scores"])
-        if shapes != {"boxes": (number, 4), "scores": (number,), "labels": (number,)}:
-            raise UsageError(f"the model {model} returned the shapes {shapes} for a picture, {expected}")
-        if each["labels"].is_floating_point():
-            raise UsageError(f"the model {model} returned labels of {each['labels'].dtype}, {expected}")
-    kinds = {"boxes": torch.float32, "scores": torch.float32, "labels": torch.int64}
-    return {name: [each[name].to(kind) for each in outputs] for name, kind in kinds.items()}
+        fits = {
+            "scores": each["scores"].ndim == 1,
+            "labels": each["labels"].shape == (number,) and not each["labels"].is_floating_point(),
+            "boxes": "boxes" not in keys or each["boxes"].shape == (number, 4),
+            "masks": "masks" not in keys or (len(each["masks"]) == number and each["masks"].ndim in (3, 4)),
+            "keypoints": "keypoints" not in keys
+            or (len(each["keypoints"]) == number and each["keypoints"].shape[2:] == (3,)),
+        }
+        if wrong := [name for name in keys if not fits[name]]:
+            shape, kind = tuple(each[wrong[0]].shape), each[wrong[0]].dtype
+            raise UsageError(
+                f"the model {model} returned {wrong[0]} of shape {shape} and {kind} for a picture with "
+                f"{number} scores, {expected}"
+            )
+        for name in keys:
+            found[name].append(_flat(name, each[name]))
+    return found
+
+
+def _flat(name: str, values: Tensor) -> Tensor:
+    if name == "labels":
+        return values.long()
+    if name == "masks":
+        return (values if values.dtype == torch.bool else values > 0.5).flatten()  # torchvision's limit
+    return (values.flatten(1) if name == "keypoints" else values).float()

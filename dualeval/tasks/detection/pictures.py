@@ -121,6 +121,7 @@ def open_annotated(
     annotations: Path | None,
     preprocessing: Normalisation,
     *,
+    kinds: Sequence[str],
     keep: Sequence[str],
     orientation: str | None,
     order: str,
@@ -134,7 +135,9 @@ def open_annotated(
     path = annotations or _beside(data)
     if not path.exists():
         raise UsageError(f"--annotations {path} does not exist: expected a JSON file as COCO has it.")
-    read = cache.once(("annotations", path.absolute(), tuple(keep)), lambda: read_annotations(path, keep))
+    read = cache.once(
+        ("annotations", path.absolute(), *kinds, tuple(keep)), lambda: read_annotations(path, kinds, keep)
+    )
     if order == "shape":
         read = read.select(np.lexsort((read.ids, read.sizes[:, 1], read.sizes[:, 0])))
     folder = _folder_of(data, path, read.names)

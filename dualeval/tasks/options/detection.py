@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dualeval.models.sources.source import ModelSource
 
 _BOXES = "Boxes"
+_IOU_TYPES = ("bbox", "segm", "keypoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,11 @@ class DetectionOptions(PictureOptions):
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
         """The metrics that can be asked for by name."""
-        return {"ap": "COCO's average precision and recall of boxes, by pycocotools; all, by size, by class"}
+        return {
+            "ap": "COCO's average precision and recall of boxes, by pycocotools; all, by size, by class",
+            "mask_ap": "the same of masks, with --iou-type segm",
+            "keypoint_ap": "the same of keypoints, with --iou-type keypoints",
+        }
 
     model: str = option(help="hf:DIR, torchvision name, pkg.mod:fn.", group=MODEL, resolve=model_beside)
     data: Path = option(help="Folder of the pictures.", group=DATA)
@@ -64,9 +69,24 @@ class DetectionOptions(PictureOptions):
     boxes_in: Literal["picture", "input"] = option(
         "picture", "Whose pixels a function's boxes are in.", group=_BOXES
     )
+    iou_type: tuple[str, ...] = option(
+        ("bbox",),
+        "What is compared: bbox, segm, keypoints.",
+        group=_BOXES,
+        fits=lambda value: isinstance(value, tuple) and value != () and set(value) <= {*_IOU_TYPES},
+        expected="bbox, segm or keypoints, or several with commas",
+        metavar="A,B",
+    )
+    sigmas: tuple[float, ...] | None = option(
+        None, "How exact each keypoint is.", group=_BOXES, shown="COCO's 17", metavar="A,B"
+    )
     score_threshold: float = option(0.0, "Leave out detections below this score.", group=_BOXES)
-    max_detections: int = option(
-        100, "Detections of a category that count, a picture.", group=_BOXES, least=1
+    max_detections: int | None = option(
+        None,
+        "Detections of a category that count, a picture.",
+        group=_BOXES,
+        least=1,
+        shown="100; of keypoints 20",
     )
     bootstrap: int = option(1000, "Resamples for the intervals; 0: none.", group=_BOXES, least=0)
     data_fingerprint: str = same("data_fingerprint")
@@ -76,4 +96,5 @@ class DetectionOptions(PictureOptions):
         from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.detection.detectors import detector_of
 
-        return detector_of(self.model, arguments_of(self.model_arg), trust=self.trust_checkpoint)
+        arguments = arguments_of(self.model_arg)
+        return detector_of(self.model, arguments, kinds=self.iou_type, trust=self.trust_checkpoint)

@@ -21,7 +21,7 @@ from dualeval.tasks.detection import Detection
 from dualeval.tasks.detection.pictures import padded
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.conftest import check_doors
-from tests.vehicles.coco_data import CATEGORIES, Finder, figures, write_coco
+from tests.vehicles.coco_data import CATEGORIES, SIGMAS, Finder, figures, write_coco
 from tests.vehicles.made_detectors import FAMILIES, write_detector
 
 KEYS = (
@@ -85,6 +85,44 @@ def test_order_and_batches_change_no_figure_of_a_network_that_sees_pictures_alon
 ) -> None:
     result = evaluate(task(home, **of_task), tmp_path / "out", batch_size=3, workers=2)
     assert values(result) == figures(home / "instances.json", rows(tmp_path / "out"))
+
+
+def test_masks_and_keypoints_beside_boxes(home: Path, tmp_path: Path) -> None:
+    kinds = ["bbox", "segm", "keypoints"]
+    result = evaluate(task(home, iou_type=kinds, sigmas=SIGMAS), tmp_path / "out", batch_size=5)
+    kept = rows(tmp_path / "out")
+    assert values(result) == figures(home / "instances.json", kept)
+    of_masks = [result.metrics[f"mask_{key}"] for key in KEYS]
+    assert of_masks == figures(home / "instances.json", kept, "segm")
+    keys = ("", "50", "75", "_medium", "_large")
+    of_points = [result.metrics[f"keypoint_{what}{key}"] for what in ("ap", "ar") for key in keys]
+    assert of_points == figures(home / "instances.json", kept, "keypoints")
+    assert 0 < of_points[0] < 1  # type: ignore[operator]
+    assert of_masks[0] not in (result.metrics["ap"], 0)
+
+
+def test_masks_alone_have_no_boxes(home: Path, tmp_path: Path) -> None:
+    result = evaluate(task(home, iou_type=["segm"]), tmp_path / "out", batch_size=8, workers=2)
+    assert result.metrics["mask_ap"] == figures(home / "instances.json", rows(tmp_path / "out"), "segm")[0]
+    assert "boxes" not in rows(tmp_path / "out")[0]
+    assert "ap" not in result.metrics
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "match"),
+    [
+        ([[1, 2, 3, 4]], "expected polygons of 3 or more points"),
+        ({"size": [3, 4], "counts": [12]}, r"its size is \[3, 4\], expected"),
+        (None, "has no segmentation, which --iou-type compares"),
+    ],
+)
+def test_segmentations_that_are_none_are_refused(
+    home: Path, tmp_path: Path, segmentation: Any, match: str
+) -> None:
+    other = changed(
+        home, tmp_path, lambda content: content["annotations"][0].update(segmentation=segmentation)
+    )
+    refused(home, match, **other, iou_type=["segm"])
 
 
 def test_a_threshold_leaves_out_lower_scores(home: Path, tmp_path: Path) -> None:
@@ -284,13 +322,16 @@ def with_boxes(change: Callable[[Tensor], Tensor]) -> nn.Module:
         (with_boxes(lambda b: b / 300), "boxes between 0 and 1, expected pixels"),
         (
             Wrong(lambda found: {**found, "scores": found["scores"] / 0}),
-            "NaN or infinite score or box, first in 0",
+            "gave scores that are NaN or infinite, .* first in 0",
         ),
         (Wrong(lambda found: found["boxes"]), "returned .* for a picture, expected a list with a dict"),
-        (Wrong(lambda found: {**found, "scores": found["scores"][1:]}), "returned the shapes"),
+        (
+            Wrong(lambda found: {**found, "scores": found["scores"][1:]}),
+            "returned labels of shape .* for a picture with",
+        ),
         (
             Wrong(lambda found: {**found, "labels": found["labels"].float()}),
-            "returned labels of torch.float32",
+            "returned labels of shape .* and torch.float32",
         ),
     ],
     ids=["xywh", "unit", "nan", "tensor", "shapes", "float labels"],
@@ -352,7 +393,7 @@ def test_other_files_are_refused(home: Path, tmp_path: Path) -> None:
     results.write_text("[]")
     xml.write_text("<annotation/>")
     refused(home, "is a list, as COCO writes detections", annotations=results)
-    refused(home, "annotations of Pascal VOC", annotations=xml)
+    refused(home, "as Pascal VOC has them, is not read", annotations=xml)
     refused(home, "does not exist: expected a JSON file", annotations=tmp_path / "none.json")
     refused(home, "expected the folder of the pictures", data=tmp_path / "none")
     refused(home, "none of the pictures that .* names is there", data=tmp_path)

@@ -1,0 +1,77 @@
+"""Masks of objects as run lengths, COCO's form: in the rows of a run a text ``HEIGHT WIDTH RLE RLE ...``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+
+def as_text(height: int, width: int, codes: Sequence[str]) -> str:
+    """The masks of one picture."""
+    return " ".join([str(height), str(width), *codes])
+
+
+def codes_of(masks: Tensor) -> list[str]:
+    """The compressed run lengths of masks, bools or 0 and 1 of shape (n, height, width)."""
+    from pycocotools import mask
+
+    if not len(masks):
+        return []
+    encoded = mask.encode(np.asfortranarray(masks.permute(1, 2, 0).numpy().astype(np.uint8)))
+    return [each["counts"].decode() for each in encoded]
+
+
+def true_code(segmentation: Any, height: int, width: int) -> str:
+    """The run lengths of an annotation: polygons, which are joined, or run lengths, compressed or not.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    from pycocotools import mask
+
+    counts = segmentation.get("counts") if isinstance(segmentation, Mapping) else None
+    if counts is not None and segmentation.get("size") != [height, width]:
+        raise ValueError(f"its size is {segmentation.get('size')}, expected {[height, width]}")
+    if isinstance(counts, str):
+        return counts
+    if isinstance(counts, list):
+        if sum(counts) != height * width:
+            raise ValueError(f"its run lengths add up to {sum(counts)}, expected {height * width} pixels")
+        return str(mask.frPyObjects(segmentation, height, width)["counts"].decode())
+    is_polygons = isinstance(segmentation, list) and segmentation
+    if not is_polygons or any(not isinstance(each, list) or len(each) < 6 for each in segmentation):
+        raise ValueError(f"it is {segmentation!r:.60}, expected polygons of 3 or more points, or run lengths")
+    return str(mask.merge(mask.frPyObjects(segmentation, height, width))["counts"].decode())
+
+
+def masks_by(
+    processor: Any, columns: Mapping[str, Tensor], sizes: Sequence[Sequence[int]]
+) -> dict[str, list[Any]]:
+    """What an image processor makes of a network's queries: of each picture codes, scores and labels."""
+    found: dict[str, list[Any]] = {"masks": [], "scores": [], "labels": []}
+    height, width = columns["input"].tolist()[0] if len(sizes) else (0, 0)
+    for place, size in enumerate(sizes):
+        logits = columns["masks_queries_logits"][place : place + 1]
+        valid_height, valid_width = columns["valid"][place].tolist()
+        if (valid_height, valid_width) != (height, width):
+            # The processor takes masks for those of the whole input, of which padding is a part.
+            logits = interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)
+            logits = logits[..., :valid_height, :valid_width]
+        outputs = SimpleNamespace(
+            class_queries_logits=columns["class_queries_logits"][place : place + 1],
+            masks_queries_logits=logits,
+        )
+        [made] = processor.post_process_instance_segmentation(
+            outputs, threshold=0.0, target_sizes=[tuple(size)], return_binary_maps=True
+        )
+        segments = made["segments_info"]
+        found["masks"].append(codes_of(made["segmentation"]) if segments else [])
+        found["scores"].append(torch.tensor([each["score"] for each in segments], dtype=torch.float32))
+        found["labels"].append(torch.tensor([each["label_id"] for each in segments], dtype=torch.int64))
+    return found
