@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -17,8 +16,9 @@ from dualeval.data.cache import DataCache
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.messages import listed
-from dualeval.metrics import AveragePrecision, Metric, RowMetric
+from dualeval.metrics import AveragePrecision, Confusion, Metric, Ratio, RowMetric
 from dualeval.metrics.metric import chosen
+from dualeval.metrics.scores import FRACTION
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.detection import detectors
@@ -30,7 +30,9 @@ from dualeval.tasks.detection.detectors import (
     detector_of,
     found_by,
 )
+from dualeval.tasks.detection.drawing import drawn
 from dualeval.tasks.detection.masks import as_text, codes_of
+from dualeval.tasks.detection.matches import matches_of
 from dualeval.tasks.detection.pictures import AnnotatedPictures, open_annotated, padded
 from dualeval.tasks.keywords import DetectionKeywords
 from dualeval.tasks.options.detection import DetectionOptions
@@ -228,7 +230,38 @@ class Detection(PictureTask):
             kept = torch.split(keep, lengths.tolist())
             each = zip(columns["masks"], kept, sizes.tolist(), samples, strict=True)
             result["masks"] = Text([self._masks(*of_picture) for of_picture in each])
-        return {**result, **annotations.columns(samples)}
+        result |= annotations.columns(samples)
+        return {**result, **self._matches(result)}
+
+    def _matches(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What cards, F1 and confusions go by; nothing of keypoints alone."""
+        if not {"bbox", "segm"} & {*self._kinds}:
+            return {}
+        places = {number: place for place, number in enumerate(self._dataset.annotations.categories)}
+        nothing = len(places)
+        target: list[list[int]] = []
+        prediction: list[list[int]] = []
+        twice, boxes = [], []
+        rows = {name: columns[name].tolist() for name in columns if name != "image_id"}
+        for row in (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)):
+            matches = matches_of(row)
+            true, found = ([places[each] for each in row[name]] for name in ("true_labels", "labels"))
+            target.append([true[one] for one, _ in matches.pairs])
+            prediction.append([found[other] for _, other in matches.pairs])
+            twice.append(2.0 * sum(map(int.__eq__, target[-1], prediction[-1])))
+            boxes.append(2 * len(matches.pairs) + len(matches.missed) + len(matches.false))
+            target[-1] += [true[each] for each in matches.missed] + [nothing] * len(matches.false)
+            prediction[-1] += [nothing] * len(matches.missed) + [found[each] for each in matches.false]
+        counts = torch.tensor([*map(len, target)])
+        pairs = {"matched_target": target, "matched_prediction": prediction}
+        return {
+            "twice_right": torch.tensor(twice),
+            "boxes_of_both": torch.tensor(boxes),
+            **{
+                name: Ragged(torch.tensor([*chain(*each)], dtype=torch.int64), counts)
+                for name, each in pairs.items()
+            },
+        }
 
     def _masks(self, masks: Any, keep: Tensor, size: list[int], sample: int) -> str:
         """The masks of a picture that count."""
@@ -236,8 +269,8 @@ class Detection(PictureTask):
             if len(masks) != len(keep) * size[0] * size[1]:
                 pixels, name = f"{len(masks) // max(len(keep), 1):,}", self._dataset.id(sample)
                 raise UsageError(
-                    f"the model {self._model.name} gave masks of {pixels} pixels for {name}, which has {size[1]} "
-                    f"x {size[0]}: expected masks of the picture's own size."
+                    f"the model {self._model.name} gave masks of {pixels} pixels for {name}, which has "
+                    f"{size[1]} x {size[0]}: expected masks of the picture's own size."
                 )
             return as_text(size[0], size[1], codes_of(masks.view(-1, size[0], size[1])[keep]))
         return as_text(size[0], size[1], [*compress(masks, keep.tolist())])
@@ -315,11 +348,14 @@ class Detection(PictureTask):
 
     def labels_used(self) -> dict[str, Any]:
         rule = "ids of categories" if self._categories.ids is None else "names of categories"
-        return {"rule": rule, "categories": self._of_figures()["categories"]}
+        classes = [*self._dataset.annotations.categories.values(), "nothing"]
+        return {"rule": rule, "classes": classes}
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture, and the picture with true boxes and those found."""
+        """The picture, and the picture with what was found, missed, and is not there."""
         picture = self._dataset.picture(place_of(self._dataset, row))
+        if not {"bbox", "segm"} & {*self._kinds}:
+            return picture
         return picture, drawn(picture, row, self._dataset.annotations.categories)
 
     def options(self) -> dict[str, Any]:
@@ -372,19 +408,8 @@ class Detection(PictureTask):
         }
 
 
-def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int, str]) -> Image.Image:
-    """A picture with the true boxes, green, and those found with a score of at least 0.3, red."""
-    image = picture.copy()
-    draw = ImageDraw.Draw(image)
-    width = max(1, min(image.size) // 200)
-    for (left, top, wide, high), label in zip(row.get("true_boxes", ()), row["true_labels"], strict=False):
-        draw.rectangle((left, top, left + wide, top + high), outline="lime", width=width)
-        draw.text((left, top), categories.get(label, str(label)), fill="lime")
-    for box, score, label in zip(row.get("boxes", ()), row["scores"], row["labels"], strict=False):
-        if score >= 0.3:
-            draw.rectangle([*box], outline="red", width=width)
-            draw.text((box[0], box[3]), f"{categories.get(label, label)} {score:.2f}", fill="red")
-    return image
+def _whole(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
@@ -402,4 +427,9 @@ def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Met
         )
         for kind in options["iou_type"]
     ]
+    if {"bbox", "segm"} & {*options["iou_type"]}:
+        metrics += [
+            Ratio("twice_right", "boxes_of_both", name="f1", unit=FRACTION, higher_is_better=True),
+            Confusion(len(categories) + 1, "matched_prediction", "matched_target"),
+        ]
     return chosen(names, metrics)

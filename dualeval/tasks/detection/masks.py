@@ -17,6 +17,12 @@ def as_text(height: int, width: int, codes: Sequence[str]) -> str:
     return " ".join([str(height), str(width), *codes])
 
 
+def runs_of(text: str) -> list[dict[str, Any]]:
+    """The masks of one picture, as pycocotools takes them."""
+    height, width, *codes = text.split()
+    return [{"size": [int(height), int(width)], "counts": code} for code in codes]
+
+
 def codes_of(masks: Tensor) -> list[str]:
     """The compressed run lengths of masks, bools or 0 and 1 of shape (n, height, width)."""
     from pycocotools import mask

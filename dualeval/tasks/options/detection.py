@@ -37,6 +37,8 @@ class DetectionOptions(PictureOptions):
             "ap": "COCO's average precision and recall of boxes, by pycocotools; all, by size, by class",
             "mask_ap": "the same of masks, with --iou-type segm",
             "keypoint_ap": "the same of keypoints, with --iou-type keypoints",
+            "f1": "F1 at an overlap of 0.5, of detections with a score of at least 0.5",
+            "confusion": "which categories were taken for which, likewise; the last one is nothing",
         }
 
     model: str = option(help="hf:DIR, torchvision name, pkg.mod:fn.", group=MODEL, resolve=model_beside)
