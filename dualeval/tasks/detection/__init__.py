@@ -66,8 +66,8 @@ class Detection(PictureTask):
         model_arguments: of what makes the model, by name.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, with the same names and defaults (docs/detection.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, num_classes, orientation, order, boxes_in,
-            score_threshold, max_detections, bootstrap, data_fingerprint, keep.
+            weights, weights_key, weights_prefix, trust_checkpoint, num_classes, orientation, order, iou_type,
+            boxes_in, sigmas, score_threshold, max_detections, bootstrap, data_fingerprint, keep.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from dualeval.models.sources.source import ModelSource
 
 _BOXES = "Boxes"
+# It imports this module.
+_DETECTORS = "dualeval.tasks.detection.detectors"
 _IOU_TYPES = ("bbox", "segm", "keypoints")
 
 
@@ -96,7 +99,8 @@ class DetectionOptions(PictureOptions):
 
     def source(self) -> ModelSource:
         from dualeval.models.classifiers import arguments_of
-        from dualeval.tasks.detection.detectors import detector_of
 
-        arguments = arguments_of(self.model_arg)
-        return detector_of(self.model, arguments, kinds=self.iou_type, trust=self.trust_checkpoint)
+        made: ModelSource = import_module(_DETECTORS).detector_of(
+            self.model, arguments_of(self.model_arg), kinds=self.iou_type, trust=self.trust_checkpoint
+        )
+        return made
