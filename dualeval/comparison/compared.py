@@ -242,7 +242,7 @@ def compare(
     for name in metrics:
         if not any(name in run.result.metrics for run in runs):
             raise UsageError(
-                f"--metric {name}: neither run has it. {runs[0].folder} has {', '.join(runs[0].scores)}."
+                f"--metric {name}: neither run has it. {runs[0].folder} has {', '.join(runs[0].compared)}."
             )
     pairs = pair(*runs, trust_ids=trust_ids)
     column = cluster or _cluster_column(runs)
@@ -291,12 +291,12 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
                     f"--gate {typed}={margin:g}: {name} lies between 0 and 1, so that no run would fail. For "
                     f"{margin:g} percentage points give {typed}={margin / 100:g}"
                 )
-            if name not in run.scores:
+            if name not in run.compared:
                 known = name in run.result.metrics
                 reason = f"{name} is {NO_AVERAGE}" if known else f"{run.folder} has no such metric"
                 raise UsageError(
                     f"--gate {typed}: {reason}, and cannot be compared; {run.folder} has "
-                    f"{', '.join(run.scores)}."
+                    f"{', '.join(run.compared)}."
                 )
             if name not in run.result.directions:
                 raise UsageError(

@@ -16,6 +16,7 @@ from dualeval.comparison.statistics import (
     Difference,
     MeanDifference,
     ProportionDifference,
+    ResampledDifference,
     mean_difference,
 )
 from dualeval.errors import UsageError
@@ -101,26 +102,33 @@ def differences_of(
         {name for name, value in run.result.metrics.items() if isinstance(value, (int, float, type(None)))}
         for run in (a, b)
     ]
-    names = (*a.result.metrics, *b.result.metrics, *a.scores, *b.scores) if chosen is None else chosen
+    names = (*a.result.metrics, *b.result.metrics, *a.compared, *b.compared) if chosen is None else chosen
+    resampled: dict[str, tuple[Any, Any]] = {}
     for name in dict.fromkeys(names):
-        if name not in a.scores and name not in b.scores:
+        if name not in (*a.compared, *b.compared):
             if chosen is not None or name in numbers[0] | numbers[1]:
                 not_compared[name] = NO_AVERAGE
-        elif name not in a.scores or name not in b.scores:
-            not_compared[name] = f"only {'A' if name in a.scores else 'B'} has it"
+        elif name not in a.compared or name not in b.compared:
+            not_compared[name] = f"only {'A' if name in a.compared else 'B'} has it"
         else:
             try:
                 _check_definitions(a, b, name)
-                estimates[name] = _estimate(pairs, name, clusters)
+                if name in a.scores:
+                    estimates[name] = _estimate(pairs, name, clusters)
+                    continue
+                if name not in resampled:
+                    resampled |= _resampled(pairs, a.resampled[name], clusters)
+                estimates[name] = _estimate_resampled(pairs, name, clusters, *resampled[name])
             except _NotCompared as reason:
                 not_compared[name] = str(reason)
     return estimates, not_compared
 
 
 def _check_definitions(a: ComparedRun, b: ComparedRun, name: str) -> None:
-    definitions = a.scores[name], b.scores[name]
-    if definitions[0] != definitions[1]:
-        one, other = (definition.to_json() for definition in definitions)
+    one, other = (
+        run.scores[name].to_json() if name in run.scores else run.resampled[name].definition for run in (a, b)
+    )
+    if one != other:
         raise _NotCompared(f"the runs define it differently: {one} in A, {other} in B")
     for what, one_has, other_has in (
         ("unit", a.result.units.get(name), b.result.units.get(name)),
@@ -128,6 +136,58 @@ def _check_definitions(a: ComparedRun, b: ComparedRun, name: str) -> None:
     ):
         if one_has != other_has:
             raise _NotCompared(f"its {what} is {one_has} in A and {other_has} in B")
+
+
+def _resampled(
+    pairs: Pairs, metric: Any, clusters: npt.NDArray[np.int64] | None
+) -> dict[str, tuple[Any, Any]]:
+    """A metric's figures of both runs, of the same draws of samples."""
+    columns = pairs.a.columns(metric.columns, pairs.rows_a), pairs.b.columns(metric.columns, pairs.rows_b)
+    if differing := [
+        name for name in metric.truth_columns if not _are_equal(*(each[name] for each in columns))
+    ]:
+        raise UsageError(
+            f"{pairs.a.folder} and {pairs.b.folder} have different {', '.join(differing)}: they were not "
+            "evaluated against the same annotations."
+        )
+    if clusters is not None:
+        _, clusters = np.unique(clusters, return_inverse=True)
+    one, other = (metric.resampled(each, clusters) for each in columns)
+    return {name: (one[name], other[name]) for name in one}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return all(map(np.array_equal, _arrays(one), _arrays(other)))
+
+
+def _arrays(rows: Any) -> tuple[Any, ...]:
+    return (rows,) if isinstance(rows, np.ndarray) else (rows.offsets, rows.values)
+
+
+def _estimate_resampled(
+    pairs: Pairs, name: str, clusters: npt.NDArray[np.int64] | None, one: Any, other: Any
+) -> Estimate:
+    if one.value is None or other.value is None:
+        raise _NotCompared("it has no annotation")
+    spread = (difference := other.minus(one)).spread()
+    if spread is None and difference.value:
+        raise _NotCompared("drawing the samples again does not change the difference")
+    units = max(2, 0 if spread is None else int(spread.degrees) + 1)
+    independent = None if clusters is None else len(np.unique(clusters))
+    return Estimate(
+        a=one.value,
+        b=other.value,
+        difference=ResampledDifference(
+            value=difference.value,
+            error=0.0 if spread is None else spread.error,
+            units=units,
+            clustered=clusters is not None,
+            drawn=len(pairs) if independent is None else independent,
+        ),
+        samples=len(pairs),
+        clusters=independent,
+        flips=None,
+    )
 
 
 class _Terms(NamedTuple):

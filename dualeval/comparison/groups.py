@@ -120,7 +120,7 @@ def _group(
     else:
         runs = " or ".join(run for run, name in (("A", "in_a"), ("B", "in_b")) if failed[name])
         small = f"none of its {counted(sum(failed.values()), 'sample')} was evaluated in {runs}"
-        names = (*pairs.a.scores, *pairs.b.scores) if chosen is None else chosen
+        names = (*pairs.a.compared, *pairs.b.compared) if chosen is None else chosen
         estimates, not_compared = {}, dict.fromkeys(names, small)
     return Group(
         group=value,

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.columns.ragged import NumpyRows
 from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.row_windows import MappedColumns
 from dualeval.engine.folder.stored_rows import StoredRows
 from dualeval.engine.values.differences import differing_fingerprints
 from dualeval.engine.values.row_comparison import same_entries
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import counted
 from dualeval.metrics.scores import Score, score_from
-from dualeval.result import RESULT, Result
+from dualeval.result import JOB, RESULT, Result, read_job
 
 # Ids of one kind that a message names.
 _NAMED = 3
 _TARGET = "target"
+# Module and class; no other text of a run's file is imported.
+_RESAMPLED = "dualeval.metrics.detection.average_precision", "AveragePrecision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +40,51 @@ class ComparedRun:
     rows: StoredRows
     # By metric, how the value follows from a number of each sample.
     scores: Mapping[str, Score]
+    # By figure of all samples together, the metric that draws them again.
+    resampled: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The metrics that can be compared."""
+        return (*self.scores, *self.resampled)
+
+    def columns(self, names: Sequence[str], rows: npt.NDArray[np.int64]) -> dict[str, NumpyRows]:
+        """Columns of some evaluated rows, of any form."""
+        evaluated = []
+        with MappedColumns(None) as mapped:
+            for window in self.rows.windows(names):
+                mapped.append({name: window.columns[name] for name in names})
+                evaluated.append(window.evaluated)
+            whole = mapped.columns()
+        places = (np.cumsum(np.concatenate(evaluated)) - 1)[rows]
+        return {name: whole[name][places] for name in names}
 
 
 def open_run(folder: str | Path) -> ComparedRun:
     """Open a run."""
     folder = Path(folder)
     result, rows = finished_run(folder)
-    if not result.scores:
+    resampled = _resampled_metrics(folder)
+    if not result.scores and not resampled:
         raise UsageError(
             f"{folder / RESULT} does not say how a metric follows from one number per sample ('scores'). "
             f"Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out {folder} "
             "--fresh'."
         )
     scores = {name: score_from(score) for name, score in result.scores.items()}
-    return ComparedRun(folder=folder, result=result, rows=rows, scores=scores)
+    return ComparedRun(folder=folder, result=result, rows=rows, scores=scores, resampled=resampled)
+
+
+def _resampled_metrics(folder: Path) -> dict[str, Any]:
+    """By figure, the metrics of a run that compare by drawing samples again, made as its job.json says."""
+    options = read_job(folder)["job"].get("metric_options") or {} if (folder / JOB).is_file() else {}
+    found: dict[str, Any] = {}
+    for each in options.values():
+        module, _, name = str(each.get("class") if isinstance(each, dict) else "").rpartition(".")
+        if (module, name) == _RESAMPLED:
+            metric = getattr(import_module(module), name).of_fingerprint(each)
+            found |= dict.fromkeys(metric.figures, metric)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

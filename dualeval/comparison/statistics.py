@@ -243,6 +243,28 @@ class ClusteredProportionDifference:
         return max((one for one in effects if one is not None), default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResampledDifference(MeanDifference):
+    """The difference of two figures of all samples together, as average precision is.
+
+    The standard error is the deviation of the differences when the same samples are drawn again for both
+    (B. Efron, Annals of Statistics 7, 1979). ``units`` is one more than the degrees of freedom.
+    """
+
+    skewness: float = 0.0
+    # How many samples, or clusters, were drawn.
+    drawn: int
+
+    @property
+    def rough(self) -> str | None:
+        units = "clusters" if self.clustered else "samples"
+        return few_decide(self.drawn, self.skewness, units, most=self.units)
+
+    @property
+    def test(self) -> str:
+        return "paired bootstrap" + (" by cluster" if self.clustered else "")
+
+
 Difference: TypeAlias = MeanDifference | ProportionDifference | ClusteredProportionDifference
 
 

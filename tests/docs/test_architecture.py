@@ -39,6 +39,7 @@ ALLOWED = {
     "columns": set(),
     # print(compare(a, b)) is its table, as print(result) is.
     "comparison": {
+        "columns",
         "engine",
         "metrics.scores",
         "metrics.intervals",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dualeval.errors import UsageError
 from dualeval.metrics.detection.annotations import BOX_FORMATS, XYXY, Instances
+from dualeval.metrics.detection.bootstrap import Resampled, interval, resampled_figures
+from dualeval.metrics.detection.figures import Figure
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.scores import FRACTION
 from dualeval.options.choices import check_choice, check_count, check_kind
@@ -22,30 +25,9 @@ PREFIXES = {BBOX: "", SEGM: "mask_", KEYPOINTS: "keypoint_"}
 _OF_DETECTIONS = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("keypoints",)}
 _OF_TRUTH = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("boxes", "keypoints")}
 _TRUTH = ("boxes", "labels", "masks", "keypoints", "areas", "crowds")
-_COCO_KEYPOINTS = 17
+_COCO_KEYPOINTS, _RESAMPLES = 17, 1000
 # Places in pycocotools' list of thresholds of overlap, .50 to .95 by .05.
 _THRESHOLDS = {"": None, "50": 0, "75": 5}
-
-
-class Figure(NamedTuple):
-    """Which part of pycocotools' tables a figure is the mean of."""
-
-    # "precision" or "recall".
-    table: str
-    # Places in its lists of thresholds (None for all), of sizes, and of most detections an image.
-    threshold: int | None
-    size: int
-    limit: int
-
-    def of(self, evaluation: Any, category: int | None = None) -> float | None:
-        """The figure, of all categories or one; None where none has an annotation."""
-        values = evaluation.eval[self.table]
-        values = values if self.threshold is None else values[[self.threshold]]
-        values = values[..., self.size, self.limit]
-        values = values if category is None else values[..., category]
-        # As in its `summarize`, which knows the limit 100 alone: in this order, so that bits are the same.
-        there = values[values > -1]
-        return float(np.mean(there)) if there.size else None
 
 
 class AveragePrecision:
@@ -69,6 +51,10 @@ class AveragePrecision:
             (with visibility, 0 for none); also "areas" (else those of the boxes or masks) and "crowds".
         true_format: of ``true_boxes``, "xyxy" or, as in COCO's files, "xywh" (left, top, width, height).
         sigmas: how exact each keypoint is; None for COCO's 17.
+        ordered_by: a column of numbers, as ids, in whose order images count; None for that of the rows.
+        bootstrap: how often images are drawn again for the intervals, which takes less time than the figures;
+            0 for no intervals.
+        seed: of these draws.
 
     Raises:
         UsageError: an argument is of another kind, or pycocotools is not installed.
@@ -83,6 +69,9 @@ class AveragePrecision:
         truth: Sequence[str] = ("boxes", "labels"),
         true_format: str = XYXY,
         sigmas: Sequence[float] | None = None,
+        ordered_by: str | None = None,
+        bootstrap: int = _RESAMPLES,
+        seed: int = 0,
     ) -> None:
         if importlib.util.find_spec("pycocotools") is None:
             raise UsageError(
@@ -97,6 +86,8 @@ class AveragePrecision:
         check_choice("iou_type", iou_type, tuple(PREFIXES))
         check_choice("true_format", true_format, BOX_FORMATS)
         check_count("max_detections", max_detections, 1)
+        check_count("bootstrap", bootstrap, 0)
+        check_count("seed", seed, 0)
         for each in truth:
             check_choice("truth", each, _TRUTH)
         if lacking := [each for each in ("labels", *_OF_TRUTH[iou_type]) if each not in truth]:
@@ -107,6 +98,32 @@ class AveragePrecision:
         self.truth = tuple(truth)
         self.true_format = true_format
         self.sigmas = None if sigmas is None else tuple(sigmas)
+        self.ordered_by = ordered_by
+        self.bootstrap, self.seed = bootstrap, seed
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the figures depend on, from which ``compare`` makes the metric again: ``of_fingerprint``."""
+        named = {str(number): name for number, name in self.categories.items()}
+        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        return {"class": kind, **vars(self), "categories": named, "truth": [*self.truth]}
+
+    @classmethod
+    def of_fingerprint(cls, content: Mapping[str, Any]) -> AveragePrecision:
+        """The metric that gave a fingerprint."""
+        options = {name: value for name, value in content.items() if name != "class"}
+        categories = {int(number): name for number, name in options.pop("categories").items()}
+        return cls(categories, **options)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What two runs have to have in common for a comparison."""
+        drawn = ("bootstrap", "seed")
+        return {name: value for name, value in self.fingerprint().items() if name not in drawn}
+
+    @property
+    def truth_columns(self) -> tuple[str, ...]:
+        """The columns that no model decides."""
+        return tuple(f"true_{each}" for each in self.truth)
 
     @property
     def name(self) -> str:
@@ -117,7 +134,11 @@ class AveragePrecision:
     def columns(self) -> tuple[str, ...]:
         """What the model gave, then the truth."""
         given = (*_OF_DETECTIONS[self.iou_type], "scores", "labels")
-        return (*given, *(f"true_{each}" for each in self.truth))
+        return (*given, *self.truth_columns, *([self.ordered_by] if self.ordered_by else []))
+
+    def _order(self, columns: Mapping[str, Any]) -> npt.NDArray[np.int64] | slice:
+        """The rows of the images in their order."""
+        return np.argsort(columns[self.ordered_by], kind="stable") if self.ordered_by else slice(None)
 
     @property
     def limits(self) -> list[int]:
@@ -150,16 +171,40 @@ class AveragePrecision:
         evaluation = self.evaluated(columns)
         values: dict[str, Value] = {key: figure.of(evaluation) for key, figure in self.figures.items()}
         values[self.keys[-1]] = self._by_class(evaluation)
+        resampled = self._resampled(evaluation) if self.bootstrap else {}
+        found = {key: ends for key, each in resampled.items() if (ends := interval(each)) is not None}
         return Measured(
             values=values,
+            intervals={key: ends for key, (ends, _) in found.items()},
+            rough={key: why for key, (_, why) in found.items() if why is not None},
             units=dict.fromkeys(self.figures, FRACTION),
             directions=dict.fromkeys(self.figures, "higher"),
         )
+
+    def resampled(
+        self, columns: Mapping[str, Any], units: npt.NDArray[np.int64] | None = None
+    ) -> dict[str, Resampled]:
+        """Each figure, and what it is where images, or units of them, are drawn again.
+
+        Equal numbers of units have equal draws: two models of the same images are compared pair by pair.
+
+        Args:
+            columns: as of ``compute``.
+            units: the number of each image's cluster, from 0 on; None where images are independent.
+        """
+        return self._resampled(
+            self.evaluated(columns), None if units is None else units[self._order(columns)]
+        )
+
+    def _resampled(self, evaluation: Any, units: npt.NDArray[np.int64] | None = None) -> dict[str, Resampled]:
+        return resampled_figures(evaluation, self.figures, self.bootstrap or _RESAMPLES, self.seed, units)
 
     def evaluated(self, columns: Mapping[str, Any]) -> Any:
         """pycocotools' evaluation of the images, matched and accumulated."""
         from pycocotools.cocoeval import COCOeval
 
+        order = self._order(columns)
+        columns = {name: columns[name][order] for name in self.columns}
         truth, detections = self._truth(columns), self._detections(columns)
         images = [{"id": place, "height": 0, "width": 0} for place in range(len(truth.lengths))]
         if len(detections.lengths) != len(images):

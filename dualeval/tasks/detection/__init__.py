@@ -424,6 +424,8 @@ def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Met
             truth=_TRUTH[kind],
             true_format="xywh",
             sigmas=sigmas if kind == "keypoints" else None,
+            ordered_by="image_id",
+            bootstrap=options["bootstrap"],
         )
         for kind in options["iou_type"]
     ]
