@@ -38,19 +38,15 @@ class DataSource:
         self._path = Path(data)
         # Whether it is the test set that ships with this package.
         self.is_embedded = self._named is None and self._path.resolve() == ASSETS and options.split != "train"
-        if self._named is not None:
-            self._kind = KINDS[SETS[self._named.name][1]]
+        if (named := self._named) is not None:
+            self._kind = KINDS[SETS[named.name][1]]
+            self.name, self.text = str(named), f"{named.name}:{named.root.absolute()}"
         else:
             self._kind = _EMBEDDED if self.is_embedded else kind_at(self._path)
+            self.name, self.text = str(self._path), str(self._path.absolute())
         self._is_manifest = self._kind.module == "manifest"
         # Whether the images are held in memory in their own size.
         self.is_small = self._kind.in_memory
-        self.name = str(self._path if self._named is None else self._named)
-        self.text = (
-            str(self._path.absolute())
-            if self._named is None
-            else f"{self._named.name}:{self._named.root.absolute()}"
-        )
         self._refuse_meaningless()
 
     def _refuse_meaningless(self) -> None:
@@ -89,9 +85,7 @@ class DataSource:
     def least_classes(self, asked: int | None) -> int | None:
         """The number of classes by which wnids are known: ImageNet's own, where nobody asked for another."""
         is_imagenet = self._named is not None and self._named.name == IMAGENET
-        if not is_imagenet or asked is not None:
-            return asked
-        return len(imagenet_wnids())
+        return len(imagenet_wnids()) if is_imagenet and asked is None else asked
 
     def open(self, label: FolderLabels, *, whole_files: bool, cache: DataCache | None) -> ImageData:
         """Open the images; what is done to each is decided afterwards (``prepared``)."""
