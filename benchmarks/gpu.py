@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from time import monotonic
@@ -30,6 +28,8 @@ from common import RESULTS, ROOT, end_on_sigterm, machine
 from gpu_steps import correct, ends, ranks, speed
 from gpu_steps.page import write_page
 from gpu_steps.trial import FAILED, Trial, is_finished, part_of, read_part, running, source_here
+
+from dualeval.engine.device.accelerator import nvidia_driver
 
 _ALL = (*correct.STEPS, *ends.STEPS, *speed.STEPS, *ranks.STEPS)
 # What is wanted most comes first, where the time may not last.
@@ -46,16 +46,11 @@ def card_here() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(0)
-    driver = "not known"
-    with suppress(OSError, subprocess.SubprocessError):
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
-        driver = said.split()[0]
     return {
         "name": properties.name,
         "cards": torch.cuda.device_count(),
         "GiB": round(properties.total_memory / 2**30),
-        "driver": driver,
+        "driver": nvidia_driver() or "not known",
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from engine import Engine
 from PIL import Image
 from torch import Tensor, nn
 
-from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.vision_library import torchvision

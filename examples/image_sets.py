@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 import dualeval
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.small_images import IdxImages, read_idx
+from dualeval.data.set_names import has_idx
+from dualeval.data.small_images import read_idx
 from dualeval.models.classifiers import source_of
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
 
@@ -71,7 +72,7 @@ def open_set(folder: Path, training: bool) -> Any:
     """
     datasets = torchvision.datasets
     try:
-        if IdxImages.is_in(folder):
+        if has_idx(folder):
             return IdxPictures(folder, "train" if training else "t10k")
         for kind in (datasets.CIFAR10, datasets.CIFAR100):
             if (folder / kind.base_folder).is_dir():

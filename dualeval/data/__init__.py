@@ -2,8 +2,8 @@
 
 ``contents.py`` says what any file is, weights too.
 
-It imports no other room but what all share. Begin with ``labelled_images.py`` or ``table.py``. Which class a
-folder or a table's label is: ``labels.py``.
+It imports no other room but what all share. Begin with ``image_sets/`` or ``table.py``. Which class a
+folder or a table's label is: ``labels.py``, ``table_labels.py``.
 Callers: tasks and models, cli, and the checks of options. Keep: the same file gives the same samples, ids
 and fingerprints, which are in identities as this room's text is; a file that is not understood is refused.
 """

@@ -28,6 +28,8 @@ from dualeval.vision_library import torchvision
 
 # The size that stands for a file that is not there.
 MISSING = -1
+# The columns of a manifest that may have the paths.
+PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
 _END_BYTES = 4096
 _PIECE_BYTES = 2**20
 # Of so many files what is left out is looked for.

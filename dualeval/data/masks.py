@@ -20,9 +20,8 @@ from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
-from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
-from dualeval.data.image_files import FileNames, ImageFiles
-from dualeval.data.labelled_images import PATH_COLUMNS
+from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
+from dualeval.data.image_paths import EXTENSIONS, PassedOver, images_in
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation

@@ -1,9 +1,10 @@
-"""What a value of ``--data`` names: a data set on the disk (CIFAR10:DIR), or a table; light to import."""
+"""What a value of ``--data`` names: a data set (CIFAR10:DIR), a table or a folder; light to import."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +12,13 @@ from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 
 IMAGENET = "ImageNet"
-# By torchvision's names: the splits, the first of them where none is asked for; and the module of this folder
-# whose ``read_set`` reads it, where it does not lie as other data do.
-SETS = {
+# By torchvision's names: the splits, the first of them where none is asked for; and the kind that it is of.
+SETS: dict[str, tuple[tuple[str, ...], str]] = {
     "CIFAR10": (("test", "train"), "cifar"),
     "CIFAR100": (("test", "train"), "cifar"),
-    "FashionMNIST": (("test", "train"), ""),
-    IMAGENET: (("val", "train"), ""),
-    "MNIST": (("test", "train"), ""),
+    "FashionMNIST": (("test", "train"), "idx"),
+    IMAGENET: (("val", "train"), "class_folders"),
+    "MNIST": (("test", "train"), "idx"),
 }
 _NAMES = {name.casefold(): name for name in SETS}
 # Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose
@@ -79,3 +79,43 @@ def _simple(name: str) -> str:
 def is_table(path: Path) -> bool:
     """Whether a path is that of a table, by its suffix."""
     return path.suffix.lower() in TABLES and not path.is_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How images with a label each lie."""
+
+    # The module of ``image_sets`` whose ``open_images`` opens them.
+    module: str
+    # Whether they lie so at a path that has no name.
+    is_at: Callable[[Path], object] = lambda path: False
+    # The splits that can be asked for there.
+    splits: tuple[str, ...] = ()
+    # Whether they are held in memory, as they are stored; their labels are indices of classes.
+    in_memory: bool = False
+
+
+def has_idx(folder: Path) -> bool:
+    """Whether idx files of images are in a folder."""
+    return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
+
+
+# By module; a path is of the first kind that is there.
+KINDS: dict[str, Kind] = {
+    "cifar": Kind(module="cifar", in_memory=True),
+    "manifest": Kind(module="manifest", is_at=is_table),
+    "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
+    "class_folders": Kind(module="class_folders", is_at=Path.is_dir),
+}
+
+
+def kind_at(path: Path) -> Kind:
+    """How the images at a path lie."""
+    kind = next((kind for kind in KINDS.values() if kind.is_at(path)), None)
+    if kind is None:
+        fault = "is a file" if path.exists() else "does not exist"
+        raise UsageError(
+            f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "
+            "manifest (.csv, .tsv, .jsonl, .parquet) or a data set by name (CIFAR10:DIR)."
+        )
+    return kind

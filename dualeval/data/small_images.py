@@ -1,4 +1,4 @@
-"""Small images that are held in memory: idx files (the format of MNIST), and torchvision's sets by name."""
+"""Small images that are held in memory, and the reader of idx files, as those of the embedded job are."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, as_tensor
 
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
-from dualeval.data.set_names import SETS, NamedSet
 from dualeval.errors import UsageError
-from dualeval.messages import first_of
 
 
 class SmallImages:
@@ -149,16 +145,12 @@ class ResizedImages(SmallImages):
         return list(zip(pictures, batch["targets"].tolist(), strict=True))
 
 
-# -- idx files -----------------------------------------------------------------------------------------
-
 _UNSIGNED_BYTE = 0x08
 _GZIP = b"\x1f\x8b"
-_IMAGES = "{}-images-idx3-ubyte"
-_LABELS = "{}-labels-idx1-ubyte"
-# torchvision keeps the archives beside what it has unpacked.
-_SUFFIXES = ("", ".gz")
-# As MNIST's files name its splits.
-SPLITS = {"test": "t10k", "train": "train"}
+FASHION_MNIST_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -185,83 +177,3 @@ def read_idx(path: Path) -> np.ndarray:
     if len(content) != expected:
         raise UsageError(f"{path}: {len(content)} bytes{unpacked}, expected {expected} for shape {shape}")
     return np.frombuffer(bytearray(content[header:]), dtype=np.uint8).reshape(shape)
-
-
-class IdxImages(SmallImages):
-    """Grey images of one or more pairs of idx files."""
-
-    def __init__(self, folder: Path, split: str | None = None, *, classes: Sequence[str] = ()) -> None:
-        splits = _splits(folder)
-        if split is None:
-            split = _only_split(folder, splits)
-        images = torch.from_numpy(read_idx(_idx_file(folder, _IMAGES.format(split))))
-        targets = torch.from_numpy(read_idx(_idx_file(folder, _LABELS.format(split)))).long()
-        if images.ndim != 3 or targets.ndim != 1 or len(images) != len(targets):
-            raise UsageError(
-                f"{folder}: images of shape {tuple(images.shape)} and labels of shape "
-                f"{tuple(targets.shape)}, expected (n, height, width) and (n,)"
-            )
-        if classes and len(targets) and int(targets.max()) >= len(classes):
-            raise UsageError(f"{folder}: labels up to {int(targets.max())}, expected 0 to {len(classes) - 1}")
-        super().__init__(images.unsqueeze(1), targets, split, classes=classes)
-
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Whether a folder holds idx images."""
-        return bool(_splits(folder))
-
-
-def _splits(folder: Path) -> list[str]:
-    """The splits whose images are in a folder, sorted."""
-    files = [path for suffix in _SUFFIXES for path in folder.glob(_IMAGES.format("*") + suffix)]
-    return sorted({path.name.split("-images-")[0] for path in files})
-
-
-def _only_split(folder: Path, splits: Sequence[str]) -> str:
-    """The test split; another one where it is alone."""
-    tests = [split for split in splits if split == SPLITS["test"] or split.endswith("test")] or [*splits]
-    if len(tests) > 1:
-        inner = folder / tests[0]
-        raise UsageError(
-            f"{folder} holds {len(tests)} sets of idx files: {first_of(tests, 8)}. Move one into a folder of "
-            f"its own, such as: mkdir {inner}; mv {inner}-*ubyte* {inner}; and type --data {inner}"
-        )
-    return tests[0] if tests else SPLITS["test"]
-
-
-def _idx_file(folder: Path, name: str) -> Path:
-    for suffix in _SUFFIXES:
-        if (folder / f"{name}{suffix}").is_file():
-            return folder / f"{name}{suffix}"
-    raise UsageError(f"{folder / name}.gz is missing (and so is {name}): images and labels go together")
-
-
-# -- torchvision's data sets by name -------------------------------------------------------------------
-
-FASHION_MNIST_CLASSES = (
-    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-)
-MNIST_CLASSES = (
-    *("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four"),
-    *("5 - five", "6 - six", "7 - seven", "8 - eight", "9 - nine"),
-)
-_IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
-
-
-def read_small(wanted: NamedSet) -> SmallImages:
-    """Read one of those whose images are held in memory: all but ImageNet."""
-    if reader := SETS[wanted.name][1]:
-        images: SmallImages = import_module(f"{__package__}.{reader}").read_set(wanted)
-        return images
-    # torchvision's place; then that of the files where nobody gave them a folder of their own.
-    places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
-    folder = next((place for place in places if IdxImages.is_in(place)), None)
-    split = SPLITS[wanted.split]
-    if folder is None:
-        raise UsageError(
-            f"{places[0] / f'{split}-images-idx3-ubyte.gz'} is missing: --data {wanted.name}:DIR takes "
-            f"{wanted.name} as torchvision keeps it, DIR/{wanted.name}/raw, with .gz or without. Nothing is "
-            "downloaded."
-        )
-    return IdxImages(folder, split, classes=_IDX_CLASSES[wanted.name])

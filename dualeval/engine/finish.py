@@ -210,10 +210,10 @@ class _Ended:
         remaining = self._previous.chunks.remaining
         limit = None
         if any(report["workers"] for report in reports):  # who reads itself does not wait
-            from dualeval.engine.values.limits import limited_by
+            from dualeval.engine.values.limits import limit_of
 
             batches = sum(len(plan.chunk_batches(chunk)) for chunk in remaining)
-            limit = limited_by(reports, batches, run.device.type)
+            limit = limit_of(reports, batches, run.device.type)
         looked = [unlike for report in reports for unlike in report["unlike"]]
         return Result(
             metrics={},

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dualeval.data.class_folders import imagenet_wnids
-from dualeval.data.labels import KnownClasses
+from dualeval.data.labels import KnownClasses, imagenet_wnids
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import nearest

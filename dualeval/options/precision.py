@@ -1,8 +1,8 @@
 """What each value of ``--precision`` means: for a model, its inputs, a forward, a comparison, a message.
 
-It acts in the engine: ``prepare`` and ``set_door`` of ``model/preparation.py`` cast model and inputs (of a
-divided one ``sharding/model.py``), ``Compute`` of ``model/compute.py`` enters the context of a forward,
-``device/numerics.py`` sets TF32, and ``checks/replay.py`` has the tolerance.
+It acts in the engine: ``prepare`` of ``model/preparation.py`` casts the model (a divided one
+``sharding/model.py``), ``set_door`` of ``model/layouts.py`` its inputs, ``Compute`` of ``model/compute.py``
+enters the context of a forward, ``device/numerics.py`` sets TF32, and ``checks/replay.py`` has the tolerance.
 """
 
 from __future__ import annotations

@@ -123,12 +123,8 @@ class ImageClassification(picture_task.PictureTask):
         """What is done to the images, and the images; sets the number of classes."""
         data, flags = self._data, dict(asked)
         named = flags.pop("preprocessing", None)
-        images: ImageData
-        if data.is_small:
-            data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
-            images = data.read_small(cache, self._classes_of_weights)
-        else:
-            images = data.open_files(self._labeler(), whole_files=whole_files, cache=cache)
+        data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
+        images = data.open(self._labeler(), whole_files=whole_files, cache=cache)
         self._num_classes = agreed_classes(images.labels, self._asked_classes, self._class_map)
         base = picture_task.named_preprocessing(
             named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"

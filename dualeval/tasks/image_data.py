@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dualeval.data.labels import indices_of_classes
-from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import IMAGENET, TABLES, is_table, named_set
-from dualeval.data.small_images import FASHION_MNIST_CLASSES, IdxImages, SmallImages, read_small
-from dualeval.data.small_images import SPLITS as IDX_SPLITS
+from torch import from_numpy
+
+from dualeval.data.labels import imagenet_wnids, indices_of_classes
+from dualeval.data.set_names import IMAGENET, KINDS, SETS, TABLES, Kind, kind_at, named_set
+from dualeval.data.small_images import FASHION_MNIST_CLASSES, SmallImages, read_idx
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_files import ImageFiles
-    from dualeval.data.labels import KnownClasses
     from dualeval.tasks.labels import FolderLabels
     from dualeval.tasks.options.image_classification import ImageClassificationOptions
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # What the embedded job evaluates: files that ship with this package.
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_EMBEDDED = Kind(module="", splits=("test",), in_memory=True)
 
 
 class DataSource:
@@ -34,26 +36,18 @@ class DataSource:
         data = ASSETS if options.data is None else options.data
         self._named = named_set(str(data), options.split)
         self._path = Path(data)
-        self._is_manifest = self._named is None and is_table(self._path)
-        self.is_small = self._is_small()
-        self.name = str(self._path if self._named is None else self._named)
-        self.text = (
-            str(self._path.absolute())
-            if self._named is None
-            else f"{self._named.name}:{self._named.root.absolute()}"
-        )
+        # Whether it is the test set that ships with this package.
+        self.is_embedded = self._named is None and self._path.resolve() == ASSETS and options.split != "train"
+        if (named := self._named) is not None:
+            self._kind = KINDS[SETS[named.name][1]]
+            self.name, self.text = str(named), f"{named.name}:{named.root.absolute()}"
+        else:
+            self._kind = _EMBEDDED if self.is_embedded else kind_at(self._path)
+            self.name, self.text = str(self._path), str(self._path.absolute())
+        self._is_manifest = self._kind.module == "manifest"
+        # Whether the images are held in memory in their own size.
+        self.is_small = self._kind.in_memory
         self._refuse_meaningless()
-
-    def _is_small(self) -> bool:
-        """Whether the images are held in memory in their own size."""
-        if self._named is not None:
-            return self._named.name != IMAGENET
-        return not self._is_manifest and IdxImages.is_in(self._path)
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether it is the test set that ships with this package."""
-        return self._named is None and self._path.resolve() == ASSETS and self._options.split != "train"
 
     def _refuse_meaningless(self) -> None:
         options = self._options
@@ -65,9 +59,7 @@ class DataSource:
                 f"{flags} does not apply to {self.name}: it is for a manifest, a file that ends with "
                 f"{', '.join(TABLES)}. Leave it out."
             )
-        if options.split is None or self._named is not None:
-            return
-        if self.is_small and options.split in IDX_SPLITS:
+        if options.split is None or self._named is not None or options.split in self._kind.splits:
             return
         raise UsageError(
             f"--split {options.split} does not apply to {self.name}: a folder or manifest is evaluated "
@@ -93,52 +85,25 @@ class DataSource:
     def least_classes(self, asked: int | None) -> int | None:
         """The number of classes by which wnids are known: ImageNet's own, where nobody asked for another."""
         is_imagenet = self._named is not None and self._named.name == IMAGENET
-        if not is_imagenet or asked is not None:
-            return asked
-        from dualeval.data.class_folders import imagenet_wnids
+        return len(imagenet_wnids()) if is_imagenet and asked is None else asked
 
-        return len(imagenet_wnids())
+    def open(self, label: FolderLabels, *, whole_files: bool, cache: DataCache | None) -> ImageData:
+        """Open the images; what is done to each is decided afterwards (``prepared``)."""
+        options = self._options
+        if self.is_small:
+            key = ("small images", self.text, options.split)
+            read = _embedded if self.is_embedded else partial(self._open, split=options.split)
+            images: SmallImages = read() if cache is None else cache.once(key, read)
+            return images if images.labels.names else images.with_labels(indices_of_classes((), label.known))
+        named = ("image_root", "path_column", "label_column", "keep", "quoting") if self._is_manifest else ()
+        of_manifest = {name: getattr(options, name) for name in named}
+        files: ImageFiles = self._open(label=label, whole_files=whole_files, cache=cache, **of_manifest)
+        return files
 
-    def read_small(self, cache: DataCache | None, known: KnownClasses | None) -> SmallImages:
-        """Read small images."""
-        key = ("small images", self.text, self._options.split)
-        images = self._small() if cache is None else cache.once(key, self._small)
-        return images if images.labels.names else images.with_labels(indices_of_classes((), known))
-
-    def _small(self) -> SmallImages:
-        if self._named is not None:
-            return read_small(self._named)
-        split = None if self._options.split is None else IDX_SPLITS[self._options.split]
-        return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
-
-    def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache | None) -> ImageData:
-        """Open pictures in files; what is done to each is decided afterwards (``prepared``)."""
+    def _open(self, **options: Any) -> Any:
         # With Pillow, which small images do without.
-        from dualeval.data.labelled_images import ImageFolder, ManifestImages
-
-        if self._is_manifest:
-            from dualeval.data.table import TableOptions
-
-            options = self._options
-            return ManifestImages(
-                self._path,
-                Preprocessing(),
-                label=label,
-                image_root=None if options.image_root is None else Path(options.image_root),
-                path_column=options.path_column,
-                label_column=options.label_column,
-                options=TableOptions(options.keep, options.quoting),
-                whole_files=whole_files,
-                cache=cache,
-            )
-        return ImageFolder(self._folder(), Preprocessing(), label=label, whole_files=whole_files, cache=cache)
-
-    def _folder(self) -> Path:
-        if self._named is None:
-            return self._path
-        from dualeval.data.class_folders import imagenet_folder
-
-        return imagenet_folder(self._named.root, self._named.split)
+        kind = import_module(f"dualeval.data.image_sets.{self._kind.module}")
+        return kind.open_images(self._named or self._path, **options)
 
     def to_json(self) -> dict[str, Any]:
         """The options as they are used; None where they have no meaning."""
@@ -160,3 +125,9 @@ class DataSource:
         if self._named is not None:
             return f"{self._named.name}, {self._named.split} split, in {self._named.root}"
         return str(self._path)
+
+
+def _embedded() -> SmallImages:
+    files = (ASSETS / "t10k-images-idx3-ubyte.gz", ASSETS / "t10k-labels-idx1-ubyte.gz")
+    images, targets = (from_numpy(read_idx(file)) for file in files)
+    return SmallImages(images.unsqueeze(1), targets.long(), "t10k", classes=FASHION_MNIST_CLASSES)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
+from dualeval.data.labels import (
+    KnownClasses,
+    Labels,
+    are_wnids,
+    check_indices,
+    choose_labels,
+    imagenet_wnids,
+    read_class_map,
+)
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.options.choices import CLASS_ORDERS, check_choice
@@ -75,8 +83,6 @@ class FolderLabels:
         """The weights' classes, or ImageNet's where the folders are named by its wnids."""
         if self.known is not None:
             return self.known
-        from dualeval.data.class_folders import imagenet_wnids
-
         wnids = imagenet_wnids()
         if len(wnids) in (self._num_classes, len(folders)) and are_wnids(folders, wnids):
             from dualeval.models.published import imagenet_classes
@@ -113,8 +119,6 @@ def hint_for(labels: Labels, classes: int) -> str:
     """What to type where a model tells more classes apart than there are folders; "" for nothing to say."""
     if not labels.classes:
         return ""
-    from dualeval.data.class_folders import imagenet_wnids
-
     wnids = imagenet_wnids()
     if labels.rule != "class map" and classes == len(wnids) and are_wnids(labels.classes, wnids):
         return (

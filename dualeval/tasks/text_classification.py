@@ -14,8 +14,9 @@ from typing_extensions import Unpack
 from dualeval.columns.late import keeps_late
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
-from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels, refuse_other_names
+from dualeval.data.labels import KnownClasses, Labels
 from dualeval.data.table import Choose, DataRows, PythonRows, TableOptions, column_of, read_rows
+from dualeval.data.table_labels import LEFT_OUT, TableLabels, refuse_other_names
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric

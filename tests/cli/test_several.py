@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from dualeval.cli import dualeval
-from dualeval.data import image_files, labelled_images
-from dualeval.data.class_folders import class_folders
+from dualeval.data import image_files
 from dualeval.data.image_files import digest_of_file
+from dualeval.data.image_sets import class_folders
 from dualeval.engine.model import preparation
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.options.job import Job, is_several
@@ -263,7 +263,9 @@ def test_each_result_is_that_of_a_run_alone(
     """Also where one fails; data is opened once, and what is done is shown again."""
     (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
     opened: list[Any] = []
-    monkeypatch.setattr(labelled_images, "class_folders", _counted(class_folders, opened, "listed"))
+    monkeypatch.setattr(
+        class_folders, "class_folders", _counted(class_folders.class_folders, opened, "listed")
+    )
     monkeypatch.setattr(image_files, "digest_of_file", _counted(digest_of_file, opened, "read"))
     alive = _models_alive(monkeypatch)
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all")) == EXIT_USAGE
@@ -320,7 +322,7 @@ def test_a_picture_that_changes_is_read_again(pictures: Path) -> None:
     cache = DataCache()
 
     def contents(crop: int, count: int = 18) -> str:
-        data = labelled_images.ImageFolder(pictures / "val", Preprocessing(resize=36, crop=crop), cache=cache)
+        data = class_folders.ImageFolder(pictures / "val", Preprocessing(resize=36, crop=crop), cache=cache)
         data.fingerprint(count)
         return data.content_fingerprint(range(count))
 

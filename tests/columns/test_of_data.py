@@ -18,7 +18,7 @@ import pytest
 from dualeval.columns import of_data as further_columns
 from dualeval.columns.of_data import FurtherColumns, KeptColumns, Texts
 from dualeval.data.cache import DataCache
-from dualeval.data.labelled_images import ManifestImages
+from dualeval.data.image_sets.manifest import ManifestImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.masks import LabelRule, open_masked

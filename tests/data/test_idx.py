@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from dualeval.data.small_images import IdxImages, read_idx
+from dualeval.data.image_sets.idx import IdxImages
+from dualeval.data.set_names import has_idx
+from dualeval.data.small_images import read_idx
 from dualeval.errors import UsageError
 
 
@@ -103,7 +105,7 @@ def test_the_test_split_is_taken(tmp_path: Path) -> None:
     fill(tmp_path, count=5)
     assert IdxImages(tmp_path).id(1) == "t10k-00001"
     assert len(IdxImages(tmp_path)) == 5
-    assert IdxImages.is_in(tmp_path) and not IdxImages.is_in(tmp_path / "nowhere")
+    assert has_idx(tmp_path) and not has_idx(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders
-from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.image_paths import EXTENSIONS, PassedOver
+from dualeval.data.image_sets.class_folders import ImageFolder, class_folders
 from dualeval.data.preprocessing import OwnPreprocessing, Preprocessing
+from dualeval.data.set_names import kind_at
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate
@@ -172,6 +173,7 @@ def test_a_folder_without_samples_is_refused(tmp_path: Path, files: str, root: s
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     with pytest.raises(UsageError, match=said) as caught:
+        kind_at(tmp_path / root)
         ImageFolder(tmp_path / root, SMALL)
     assert caught.value.exit_code == EXIT_USAGE
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import (
     ClassMap,
     KnownClasses,
     Labels,
-    TableLabels,
     are_wnids,
     choose_labels,
+    imagenet_wnids,
     read_class_map,
 )
+from dualeval.data.table_labels import TableLabels
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.vision_library import torchvision

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import pickle
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.class_folders import imagenet_folder, imagenet_wnids
+from dualeval.data.image_sets.class_folders import imagenet_folder
+from dualeval.data.image_sets.idx import MNIST_CLASSES, IdxImages
+from dualeval.data.labels import imagenet_wnids
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import SETS, data_beside, named_set
-from dualeval.data.small_images import (
-    FASHION_MNIST_CLASSES,
-    MNIST_CLASSES,
-    IdxImages,
-    SmallImages,
-    read_small,
-)
+from dualeval.data.small_images import FASHION_MNIST_CLASSES, SmallImages
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_data import ASSETS
@@ -70,7 +67,9 @@ def write_cifar(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(data: str, split: str | None = None) -> SmallImages:
     found = named_set(data, split)
     assert found is not None
-    return read_small(found)
+    kind = import_module(f"dualeval.data.image_sets.{SETS[found.name][1]}")
+    images: SmallImages = kind.open_images(found)
+    return images
 
 
 def refused(data: str, split: str | None = None) -> str:

@@ -20,7 +20,7 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from dualeval.data import pictures
-from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.pictures import FORMATS, read_picture, read_pixels, resized_part
 from dualeval.data.preprocessing import INTERPOLATIONS, Normalisation, OwnPreprocessing, Preprocessing
 from tests.data.test_image_folder import SMALL, noise, only, reference, save

@@ -49,6 +49,11 @@ def table(form: str) -> Part:
     return Part(files=[f"data/tables/{form}.py"], lines={_NAMES: rf'"\.\w+": "{form}"(, )?'})
 
 
+def images(kind: str) -> Part:
+    lines = {_NAMES: rf'    .*\), "{kind}"\),\n|    "{kind}": .*\n'}
+    return Part(files=[f"data/image_sets/{kind}.py"], lines=lines)
+
+
 PARTS = {
     "tool bench": tool("bench"),
     "tool conformance": tool("conformance"),
@@ -88,15 +93,10 @@ PARTS = {
     "data csv and tsv": table("delimited"),
     "data json lines": table("jsonl"),
     "data parquet": table("parquet"),
-    "data cifar": Part(files=["data/cifar.py"], lines={_NAMES: r'    .*"cifar"\),\n'}),
-    "data idx": Part(
-        files=["data/small_images.py"],
-        tied="the embedded job's images are idx files, and CIFAR is held alike",
-    ),
-    "data class folders and manifests": Part(
-        files=["data/labelled_images.py"],
-        tied="both are one file, whose errors name masks and manifests alike",
-    ),
+    "data cifar": images("cifar"),
+    "data idx": images("idx"),
+    "data class folders": images("class_folders"),
+    "data manifests": images("manifest"),
 }
 # Quick tests that name none of the parts.
 _SMOKE = (

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dualeval.data.small_images import IdxImages
+from dualeval.data.small_images import SmallImages
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import (
@@ -119,7 +119,7 @@ def idx_folder(folder: Path, labels: list[int], side: int = 28) -> Path:
 def test_the_task_without_arguments_is_the_embedded_job() -> None:
     task = ImageClassification()
     data = task.dataset()
-    assert isinstance(data, IdxImages)
+    assert isinstance(data, SmallImages)
     assert data is task.dataset()
     assert (len(data), data.id(9_999), data.sample_shape) == (10_000, "t10k-09999", (1, 28, 28))
     assert not task.wants_workers
@@ -264,7 +264,7 @@ def test_channels_are_normalised(folder: Path, mean: tuple[float, ...], std: tup
 
 def test_the_embedded_means_are_those_of_the_training_set() -> None:
     data = ImageClassification().dataset()
-    assert isinstance(data, IdxImages)
+    assert isinstance(data, SmallImages)
     images = data.__getitems__(range(10_000))["images"].double() / 255
     # Of the test set here: close to those of the training set that the constants are.
     assert images.mean() == pytest.approx(FASHION_MEAN, abs=2e-3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.result import read_result

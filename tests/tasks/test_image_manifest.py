@@ -14,12 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data import labelled_images
 from dualeval.data.image_files import FileNames
-from dualeval.data.labelled_images import ImageFolder, ManifestImages
+from dualeval.data.image_sets import manifest
+from dualeval.data.image_sets.class_folders import ImageFolder
+from dualeval.data.image_sets.manifest import ManifestImages
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import TABLES
+from dualeval.data.set_names import TABLES, kind_at
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.labels import FolderLabels
 from dualeval.user_code.origin import own_code
@@ -140,7 +141,7 @@ def test_labels_and_columns_beyond_what_parquet_holds_are_refused(home: Path) ->
 
 def test_files_of_other_suffixes_are_no_manifests(home: Path) -> None:
     with pytest.raises(UsageError, match=r"is a file\. .*, a manifest \(\.csv, \.tsv, \.jsonl"):
-        ImageFolder(text(home, "path,label\n", "m.csv.gz"), SMALL)
+        kind_at(text(home, "path,label\n", "m.csv.gz"))
 
 
 def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
@@ -315,7 +316,7 @@ def test_rows_of_training_are_warned_of(home: Path) -> None:
 
 
 def test_paths_of_one_hash_are_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labelled_images, "hash", lambda text: 7, raising=False)
+    monkeypatch.setattr(manifest, "hash", lambda text: 7, raising=False)
     assert opened(write(home / "m.csv", rows_of())).id(1) == "val/bee/0.png"
     assert "lists 'val/ant/0.png' more than once" in refused(
         write(home / "m.csv", [*rows_of(), rows_of()[0]])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from itertools import islice
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -102,12 +101,10 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
         # Not the columns themselves, which hold the device's memory.
         of, download = columns.of, start_download(accelerator, columns.given)
         return lambda: of(download())
-    kinds = {name: type(column) for name, column in columns.items()}
-    # The tensors that the columns are made of, and how many each has; soon their copies on the host.
-    parts = [part for column in columns.values() for part in parts_of(column)]
-    counts = [len(parts_of(column)) for column in columns.values()]
-    packed: list[tuple[int, Tensor]] = []
-    for place, part in enumerate(parts):
+    # Of each column its kind, and the tensors that it is made of; soon their copies on the host.
+    made = {name: (type(column), [*parts_of(column)]) for name, column in columns.items()}
+    packed: list[tuple[list[Any], int, Tensor]] = []
+    for parts, place, part in ((of, *each) for _, of in made.values() for each in enumerate(of)):
         if not is_plain(part, accelerator.device):
             if isinstance(part, Tensor):
                 # The user may write the next batch into this memory of the host. Into pinned memory a copy
@@ -117,36 +114,32 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
         # Torch conjugates or negates some views only when it reads them; a raw copy would miss that.
         part = part.resolve_conj().resolve_neg()
         if part.is_contiguous() and part.nbytes < _LARGE:
-            packed.append((place, part))
+            packed.append((parts, place, part))
         else:
             parts[place] = accelerator.pinned(part)
             accelerator.start_copy(part, parts[place])
     # The widest numbers first: so each part begins at a multiple of its numbers' width.
-    packed.sort(key=lambda each: -each[1].itemsize)
-    forms = [(place, part.nbytes, part.dtype, part.shape) for place, part in packed]
+    packed.sort(key=lambda each: -each[2].itemsize)
+    forms = [(parts, place, part.nbytes, part.dtype, part.shape) for parts, place, part in packed]
     package = torch.empty(0)
     if packed:
         # Torch calls one number, and none, contiguous whatever their strides are, and keeps these in a view.
-        flat = [part.as_strided((part.numel(),), (1,)) for _, part in packed]
+        flat = [part.as_strided((part.numel(),), (1,)) for *_, part in packed]
         on_device = accelerator.joined([part.view(torch.uint8) for part in flat])
         package = accelerator.pinned(on_device)
         accelerator.start_copy(on_device, package)
-        for place, _ in packed:
+        for parts, place, _ in packed:
             parts[place] = None  # it would hold the device's memory
     arrived = accelerator.record_event()
 
     def wait() -> Columns:
         arrived.synchronize()
         start = 0
-        for place, size, dtype, shape in forms:
+        for parts, place, size, dtype, shape in forms:
             parts[place] = package[start : start + size].view(dtype).view(shape)
             start += size
         # Copied out of pinned memory, for some columns are held until a run ends.
-        host = map(_cloned, parts)
-        return {
-            name: of_parts(kind, [*islice(host, count)])
-            for (name, kind), count in zip(kinds.items(), counts, strict=True)
-        }
+        return {name: of_parts(kind, [*map(_cloned, parts)]) for name, (kind, parts) in made.items()}
 
     return wait
 

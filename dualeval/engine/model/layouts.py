@@ -6,13 +6,16 @@ channels-last batch, the channels of a pixel. The numbers are the same; kernels 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.engine.device.divided import class_of, is_sharded
+from dualeval.engine.values.nests import map_tensors
 from dualeval.errors import UsageError, with_type
 from dualeval.options.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 
@@ -133,6 +136,36 @@ def converter(layout: str) -> Callable[[Tensor], Tensor]:
         return converted if converted.stride() == strides else converted.as_strided(converted.shape, strides)
 
     return convert
+
+
+def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
+    """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
+
+    This sets an attribute of the object and no hook: hooks are part of the identity, and allow only one
+    thread. The attribute is a method, so that a copy of the model gets its own.
+    """
+    convert_layout = converter(layout)
+
+    def arrive(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return map_tensors(arrive, value)
+        return convert_layout(value.to(dtype) if dtype and value.is_floating_point() else value)
+
+    def leave(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    held = vars(model).get("forward")
+    of_class = type(model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(arrive, args))
+        kwargs = dict(zip(kwargs, map(arrive, kwargs.values()), strict=True))
+        outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
+        return outputs if dtype is None else map_tensors(leave, outputs)
+
+    if held is None:
+        functools.update_wrapper(forward, of_class)
+    vars(model)["forward"] = MethodType(forward, model)
 
 
 def _is_convolutional(model: nn.Module) -> bool:

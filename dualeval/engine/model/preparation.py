@@ -5,10 +5,8 @@ The job's identity describes the model as it was built, and names the steps that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from dualeval.engine.device.divided import NOT_GATHERED, is_sharded
-from dualeval.engine.model.layouts import converter, fixed_part, is_changeable, layout_of
-from dualeval.engine.values.nests import map_tensors
+from dualeval.engine.model.layouts import converter, fixed_part, is_changeable, layout_of, set_door
 from dualeval.engine.values.options import RunOptions
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.messages import counted, listed
@@ -219,39 +216,6 @@ def _converted(
         tensor.grad = None
         return tensor
     return nn.Parameter(new, requires_grad=False)
-
-
-# -- the door ----------------------------------------------------------------------------------------------
-
-
-def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
-    """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
-
-    This sets an attribute of the object and no hook: hooks are part of the identity, and allow only one
-    thread. The attribute is a method, so that a copy of the model gets its own.
-    """
-    convert_layout = converter(layout)
-
-    def arrive(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return map_tensors(arrive, value)
-        return convert_layout(value.to(dtype) if dtype and value.is_floating_point() else value)
-
-    def leave(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype == dtype else tensor
-
-    held = vars(model).get("forward")
-    of_class = type(model).forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(arrive, args))
-        kwargs = dict(zip(kwargs, map(arrive, kwargs.values()), strict=True))
-        outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
-        return outputs if dtype is None else map_tensors(leave, outputs)
-
-    if held is None:
-        functools.update_wrapper(forward, of_class)
-    vars(model)["forward"] = MethodType(forward, model)
 
 
 # -- the compiler ------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
 from dualeval.engine.job.run_state import Run
-from dualeval.engine.model.layouts import converter
-from dualeval.engine.model.preparation import convert_each, set_door
+from dualeval.engine.model.layouts import converter, set_door
+from dualeval.engine.model.preparation import convert_each
 from dualeval.engine.sharding.fsdp import has_forward, of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
 from dualeval.engine.values.options import RunOptions

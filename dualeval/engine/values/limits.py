@@ -13,9 +13,7 @@ _LEAST_S, _LEAST_BATCHES = 10.0, 8
 _LEAST_SHARE = 0.2
 
 
-def limited_by(
-    ranks: Sequence[Mapping[str, Any]], batches: int, device: str
-) -> dict[str, str | float] | None:
+def limit_of(ranks: Sequence[Mapping[str, Any]], batches: int, device: str) -> dict[str, str | float] | None:
     """Say that ranks have waited for data, and what to do; None where they have not, or the run was short.
 
     Each rank has the ``times`` of its loop, and how many ``workers`` and ``cores``. One that reads samples

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from dualeval.data.set_names import data_beside
+from dualeval.data.set_names import data_beside, kind_at
 from dualeval.models.weights import model_beside
 from dualeval.options.choices import SPLITS
 from dualeval.options.fields import option
@@ -81,6 +81,4 @@ class ImageClassificationOptions(PictureOptions):
             return  # its library or module is named first
         super().check_paths()
         if self.data and ":" not in str(self.data) and not Path(self.data).suffix:
-            from dualeval.data.class_folders import check_folder
-
-            check_folder(Path(self.data))
+            kind_at(Path(self.data))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.labelled_images import ImageFolder
-from dualeval.data.small_images import IdxImages
+from dualeval.data.image_sets.class_folders import ImageFolder
+from dualeval.data.image_sets.idx import IdxImages
 from dualeval.engine.identity.hasher import same_bits
 from dualeval.errors import UsageError
 from dualeval.options.job import Job

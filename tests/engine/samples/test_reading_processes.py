@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dualeval.engine.building import automatic_workers
 from dualeval.engine.samples.feed import Feed, Reader, own_storages, why_not_forked
 from dualeval.engine.samples.samples import as_dataset
-from dualeval.engine.values.limits import limited_by
+from dualeval.engine.values.limits import limit_of
 from dualeval.engine.values.nests import tensors_in
 from dualeval.errors import UsageError
 from dualeval.options.evaluation import cores_for, readers_of
@@ -161,7 +161,7 @@ def of_rank(data: float, evaluate: float = 100.0, workers: int = 4, cores: int =
 def test_a_run_that_waited_for_data_says_what_to_do(
     ranks: list[dict[str, Any]], batches: int, device: str, text: str | None
 ) -> None:
-    found = limited_by(ranks, batches, device)
+    found = limit_of(ranks, batches, device)
     assert found is None if text is None else text in str(found and found["text"])
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import dualeval
-from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine.samples import subset as parts
 from dualeval.engine.samples.subset import drawn

@@ -10,7 +10,7 @@ from dualeval.errors import UsageError
 from dualeval.vision_library import torchvision
 
 
-def read_set(wanted: NamedSet) -> SmallImages:
+def open_images(wanted: NamedSet, **_: object) -> SmallImages:
     """One of both by torchvision, which unpickles a file if its md5 is the published one."""
     kind = getattr(torchvision().datasets, wanted.name)
     try:

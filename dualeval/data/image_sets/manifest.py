@@ -1,9 +1,9 @@
-"""Labelled pictures: of class folders, or of the rows of a manifest."""
+"""Pictures and labels in the rows of a manifest."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,92 +12,28 @@ import numpy as np
 
 from dualeval.columns.of_data import KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
-from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
-from dualeval.data.image_files import FileNames, ImageFiles
-from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_labels, refuse_other_names
-from dualeval.data.preprocessing import Normalisation, Preprocessing
+from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
+from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
+from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 from dualeval.messages import counted
 from dualeval.process.status_line import doing
 
-
-class ImageFolder(ImageFiles):
-    """Images below ``root/CLASS/``, folders and files in name order; sub-folders of a class count to it.
-
-    A class folder may be empty. Files and folders whose names begin with a dot are passed over.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        preprocessing: Normalisation,
-        *,
-        label: Callable[[Sequence[str]], Labels] = choose_labels,
-        whole_files: bool = False,
-        cache: DataCache | None = None,
-    ) -> None:
-        cache = cache or DataCache()
-        files, self.passed_over = cache.once(("class folders", root.absolute()), lambda: _by_class(root))
-        self.classes = list(files)
-        if not any(map(len, files.values())):
-            raise self._without_images(root)
-        labels = label(self.classes)
-        counts = [len(files[name]) for name in labels.classes]
-        if not any(counts):
-            raise UsageError(
-                f"data folder {root} holds no sample: the class map leaves out all folders that hold images."
-            )
-        super().__init__(
-            root,
-            FileNames(path for name in labels.classes for path in files[name]),
-            np.repeat(np.array([*labels.classes.values()], np.int64), counts),
-            labels=labels,
-            preprocessing=preprocessing,
-            whole_files=whole_files,
-            cache=cache,
-        )
-
-    def _without_images(self, root: Path) -> UsageError:
-        loose = sum(is_image(path.name) for path in root.iterdir())
-        folders = f"{len(self.classes)} class folders without images and {loose} images beside them"
-        return UsageError(
-            f"data folder {root} holds no sample: found {folders}; expected {root}/CLASS/IMAGE "
-            f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
-        )
-
-    def notes(self) -> list[str]:
-        """Which classes the folders are, and what was passed over and is no picture."""
-        sentence = "" if self.passed_over.holds_pictures else str(self.passed_over)
-        return [*super().notes(), *filter(None, [sentence])]
-
-    def warnings(self) -> list[str]:
-        """Where classes may be others than the model's, and where pictures are no samples."""
-        sentence = str(self.passed_over) if self.passed_over.holds_pictures else ""
-        return [*super().warnings(), *filter(None, [sentence])]
-
-    def labels_used(self, num_classes: int) -> dict[str, Any]:
-        """How folders became classes, and what was passed over, as in result.json."""
-        return {**super().labels_used(num_classes), "passed_over": self.passed_over.to_json()}
-
-
-def _by_class(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
-    """The images of each class folder, as paths below the root, and what lies there beside them."""
-    passed_over = PassedOver()
-    folders = {shown_name(name): name for name in class_folders(root, passed_over)}
-    files = {}
-    with doing(f"listing the files of {root}") as listing:
-        for name, folder in folders.items():
-            files[name] = FileNames(images_in(root, folder, passed_over))
-            listing.count += len(files[name])
-    return files, passed_over
-
-
-PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
 _LABEL_COLUMNS = ("label", "class", "target", "y")
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
 _LOOKED_FOR = 1000
+
+
+def open_images(
+    at: Path, *, image_root: str | Path | None, keep: tuple[str, ...], quoting: str | None, **options: Any
+) -> ManifestImages:
+    """Open those that a manifest lists; what is done to each is decided afterwards (``prepared``)."""
+    root = None if image_root is None else Path(image_root)
+    return ManifestImages(
+        at, Preprocessing(), image_root=root, options=TableOptions(keep, quoting), **options
+    )
 
 
 class ManifestImages(WithColumns, ImageFiles):
