@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _PAIR = ["target", "prediction"]
 # No matrix can be drawn of classes with larger numbers.
 _MOST_CLASSES = 100_000
-_PER_CLASS = "per_class"
+# Lists in the order of the classes; figures of each class under its name.
+_PER_CLASS, _BY_CLASS = "per_class", "by_class"
 _ROWS_AT_ONCE = 1 << 20
 
 
@@ -69,6 +70,9 @@ def figures_of(result: Result, confusions: Mapping[str, Confusion]) -> dict[str,
     """Figures of each class by table and column: those among the metrics, or else those of a matrix."""
     figures: dict[str, dict[str, list[Any]]] = {}
     for name, value in result.metrics.items():
+        if name.endswith(_BY_CLASS) and isinstance(value, dict) and value:
+            rows: list[Any] = [*value.values()]
+            figures[name] = {column: [row[column] for row in rows] for column in rows[0]}
         if name.endswith(_PER_CLASS):
             columns = value if isinstance(value, dict) else {name.removesuffix(f"_{_PER_CLASS}"): value}
             lists = {column: values for column, values in columns.items() if isinstance(values, list)}
