@@ -71,6 +71,14 @@ PARTS = {
         tied="the embedded job and evaluate(model=..., data=PATH), thus the door, are of this task",
     ),
     "task segmentation": task("segmentation", "data/masks.py", "models/segmenters.py"),
+    "task detection": Part(
+        files=["tasks/detection", "tasks/options/detection.py", "metrics/detection"],
+        lines={
+            _OPTIONS: r'    "detection",\n',
+            _TASKS: r"    .*tasks\.detection .*\n",
+            "metrics/__init__.py": r"    .*\bAveragePrecision\b.*\n",
+        },
+    ),
     "task text-classification": task("text-classification"),
     "task question-answering": task(
         "question-answering",

@@ -16,7 +16,16 @@ import torch
 
 from dualeval.tasks.options import TASKS
 from tests.conftest import BIN, ROOT, Launch
-from tests.vehicles import adapters, causal_models, harness_tasks, masked_pictures, questions, texts
+from tests.vehicles import (
+    adapters,
+    causal_models,
+    coco_data,
+    harness_tasks,
+    made_detectors,
+    masked_pictures,
+    questions,
+    texts,
+)
 from tests.vehicles.launchers import needs, start
 from tests.vehicles.workers.example_tasks_worker import KILL
 
@@ -50,6 +59,17 @@ JOBS = {
         task="segmentation",
         words="--model nets:make --weights net.pt --data val/img --masks val/masks --num-classes 5 "
         "--preprocessing none --batch-size 3 --workers 0",
+    ),
+    # Of a network whose numbers depend on the batch, and of boxes with masks.
+    "boxes": Job(
+        task="detection",
+        words="--model hf:detr --data val2017 --annotations annotations/instances_val2017.json "
+        "--batch-size 5 --bootstrap 50 --workers 0",
+    ),
+    "objects": Job(
+        task="detection",
+        words="--model tests.vehicles.coco_data:finder --weights random:0 --data val2017 --iou-type bbox,segm "
+        "--batch-size 5 --bootstrap 0 --order shape --workers 0",
     ),
     "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
     "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),
@@ -86,6 +106,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         layer = torch.nn.Conv2d(3, masked_pictures.CLASSES, 3)
     torch.save({f"layer.{name}": value for name, value in layer.state_dict().items()}, folder / "net.pt")
+    pictures, annotations = coco_data.write_coco(folder, 22)
+    pictures.rename(folder / "val2017")
+    (folder / "annotations").mkdir()
+    annotations.rename(folder / "annotations" / "instances_val2017.json")
+    made_detectors.write_detector(folder / "detr", "detr")
     causal_models.save_causal(folder / "gpt2")
     adapters.save_adapter(folder / "lora", adapters.causal(folder / "gpt2"), target_modules=["c_attn"])
     causal_models.write_texts(folder / "texts")
@@ -160,7 +185,11 @@ def test_launchers_and_ranks_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    "name", ["questions", "documents", "prompts", pytest.param("harness", marks=pytest.mark.long)]
+    "name",
+    [
+        *("questions", "documents", "prompts"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("harness", "boxes", "objects")),
+    ],
 )
 def test_a_killed_run_goes_on_with_more_ranks(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
@@ -191,6 +220,7 @@ PAGES = {
     "question-answering": {"models/bert-squad": "bert", "dev-v2.0.json": "v2.json"},
     "text-classification": {"models/reviews": "classifier", "reviews.csv": "whole.csv"},
     "segmentation": {name: name for name in ("nets.py", "net.pt", "val")},
+    "detection": {"models/rtdetr": "detr", "val2017": "val2017", "annotations": "annotations"},
     "language-modeling": {
         "models/gpt2": "gpt2",
         "models/gpt2-b": "gpt2",
