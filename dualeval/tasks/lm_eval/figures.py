@@ -40,6 +40,10 @@ _OURS: Mapping[str, Callable[[str], Mean | Ratio]] = {
     "bits_per_byte": lambda column: BitsPerByte(column, over(column)),
 }
 _DATE = "dualeval"
+# What a filter of the library gives for a text of which it extracts nothing, unless its task says otherwise.
+_INVALID = "[invalid]"
+_REGEX = ("regex", "multi_choice_regex")
+_NOT_EXTRACTED, _COUNT = "not_extracted", "count"
 # Metrics between 0 and 1.
 _FRACTIONS = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match")
 
@@ -68,6 +72,7 @@ class Figures:
         self._iterations = bootstrap_iters
         self._config = config
         self._by_task = {name: _columns_of(task) for name, task in loaded.tasks.items()}
+        self._fallbacks = {name: _fallbacks_of(task) for name, task in loaded.tasks.items()}
         # Those of all tasks, with the divisors.
         self.value_columns = tuple(
             dict.fromkeys(
@@ -99,6 +104,11 @@ class Figures:
                         filtered = [each.filtered_resps[filter_name] for each in requests]
                         values = task.process_results(requests[0].doc, filtered)
                         found[index] |= {named(key, filter_name): value for key, value in values.items()}
+                        if fallbacks := self._fallbacks[name].get(filter_name):
+                            texts = [t for f in filtered for t in ([f] if isinstance(f, str) else f)]
+                            found[index][named(_NOT_EXTRACTED, filter_name)] = sum(
+                                text in fallbacks for text in texts
+                            )
         for index in indices:
             of_document, columns = found.get(index, {}), self._by_task[self._loaded.documents[index].task]
             numbers = dict.fromkeys(self.value_columns, float("nan"))
@@ -107,7 +117,7 @@ class Figures:
                 if _is_divided(columns[name]):
                     value, numbers[over(name)] = value
                 # Log-likelihoods have the other sign, as losses.
-                numbers[name] = float(value) * (1 if columns[name] == "mean" else -1)
+                numbers[name] = float(value) * (1 if columns[name] in ("mean", _COUNT) else -1)
             for name, number in numbers.items():
                 made[name].append(number)
         return made
@@ -142,6 +152,9 @@ class Figures:
                 if better is not None:
                     measured.directions[key] = direction(better)
                 self._estimate(measured, (name, metric, column), columns, tasks)
+        for name, kinds in self._by_task.items():
+            for column in (each for each, kind in kinds.items() if kind == _COUNT):
+                measured.values[f"{name}/{column}"] = int(np.asarray(columns[column])[tasks == name].sum())
         return measured
 
     def _estimate(
@@ -298,7 +311,23 @@ def _columns_of(task: Any) -> dict[str, str]:
     names = {get_aggregation(name): name for name in _OURS}
     filters = [each["name"] for each in getattr(task.config, "filter_list", None) or ()] or ["none"]
     known = {metric: names.get(function) for metric, function in task.aggregation().items()}
-    return {named(metric, each): name for metric, name in known.items() if name for each in filters}
+    counts = {named(_NOT_EXTRACTED, each): _COUNT for each in _fallbacks_of(task)}
+    return {
+        **{named(metric, each): name for metric, name in known.items() if name for each in filters},
+        **counts,
+    }
+
+
+def _fallbacks_of(task: Any) -> dict[str, list[Any]]:
+    """By filter what it gives for a text of which it extracts nothing."""
+    found: dict[str, list[Any]] = {}
+    for each in getattr(task.config, "filter_list", None) or ():
+        for step in each["filter"]:
+            function = step["function"]
+            # Those of tasks' own code are subclasses, by their names.
+            if function in _REGEX or (callable(function) and "regex" in str(function).lower()):
+                found.setdefault(each["name"], []).append(step.get("fallback", _INVALID))
+    return found
 
 
 def answers_of(document: Document, lls: Sequence[float], greedy: Sequence[bool], generated: str) -> Answers:
