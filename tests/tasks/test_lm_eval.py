@@ -185,6 +185,24 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
     assert shown["prompt"].count("The r") >= 1 and "(-" in shown["continuation 2"]
 
 
+def test_samples_are_listed_by_the_metric_that_is_asked_for(made: Made, tmp_path: Path) -> None:
+    run(made, out=tmp_path / "out", tasks=["words", "numbers", "pages"], limit=3)
+
+    def shown(*words: str) -> list[str]:
+        done = CliRunner().invoke(command, ["show", str(tmp_path / "out"), "--worst", "2", *words])
+        return (done.output if done.exit_code == 0 else message_of(done)).splitlines()
+
+    # Without it by the first one.
+    assert shown()[0] == "highest perplexity of words: 2 of 3"
+    lines = shown("--metric", "pages/word_perplexity")
+    assert lines[0] == "highest word_perplexity / word_perplexity_over of pages: 2 of 3"
+    assert all(line.startswith("pages/") for line in lines[2:4])
+    assert shown("--metric", "numbers/exact_match,loose")[0] == "lowest exact_match,loose of numbers: 2 of 3"
+    [said] = shown("--metric", "numbers/exact_match")
+    assert "no number of each sample for the metric 'numbers/exact_match'." in said
+    assert "numbers/exact_match,strict, numbers/exact_match,loose" in said
+
+
 def test_names_of_metrics_and_filters_may_have_a_slash(made: Made, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path / "tasks")
     changed(folder, "numbers", "name: strict", "name: a/b")
