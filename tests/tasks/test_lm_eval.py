@@ -315,6 +315,34 @@ def test_an_own_yaml_that_includes_own_code_is_refused(made: Made, tmp_path: Pat
         LmEval(model=made["gpt2"], tasks="mine", include_path=folder)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            '    raise KeyError("gold")',
+            r"task own: .*own_code\.results fails on document 0: KeyError: 'gold'",
+        ),
+        (
+            '    SEEN.append(1)\n    return {"length": len(SEEN)}',
+            r"task own: .*own_code\.results gives other values",
+        ),
+    ],
+)
+def test_code_of_a_task_that_fails_is_named(made: Made, tmp_path: Path, code: str, said: str) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    (folder / "own_code.py").write_text(f"SEEN = []\ndef results(doc, results):\n{code}\n")
+    with pytest.raises(UsageError, match=said):
+        run({**made, "tasks": folder}, tasks=["own"], trust_tasks=True)
+
+
+def test_a_metric_that_is_not_for_texts_is_refused(made: Made, tmp_path: Path) -> None:
+    """The harness gives 1 for every text."""
+    folder = changed(write_tasks(tmp_path / "tasks"), "numbers", "metric: exact_match", "metric: acc")
+    changed(folder, "numbers", "    ignore_case: true\n", "")
+    with pytest.raises(UsageError, match=r"task numbers: the metric acc,strict gives \[.*expected a number"):
+        run({**made, "tasks": folder}, tasks=["numbers"], limit=1)
+
+
 def test_options_without_use_are_refused(made: Made, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--no-fewshot-as-multiturn is of a chat"):
         task_of(made, fewshot_as_multiturn=False)

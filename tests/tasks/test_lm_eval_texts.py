@@ -187,3 +187,13 @@ def test_options_of_texts_are_refused_where_none_are_generated(gpt2: Path, tmp_p
             LmEval(model=gpt2, **of_task)
     (folder / "numbers.yaml").write_text(text.replace("do_sample: false", "do_sample: true"))
     assert LmEval(model=gpt2, temperature=0.2, **of_task).options()["temperature"] == 0.2
+
+
+def test_log_likelihoods_that_are_nan_are_a_warning(gpt2: Path, tmp_path: Path) -> None:
+    """The harness takes the first NaN for the likeliest choice: 0.38 are right."""
+    model, _ = parts_of(gpt2)
+    model.transformer.ln_f.weight.data.fill_(float("nan"))
+    folder = write_tasks(tmp_path / "tasks")
+    made: dict[str, Any] = {"model": model, "tokenizer": gpt2, "include_path": folder, "limit": 3}
+    result = evaluate(LmEval(tasks="choices", bootstrap_iters=0, **made), None, batch_size=4)
+    assert any("3 documents with a log-likelihood that is NaN" in each for each in result.warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 
 from dualeval.atomic_files import write_text
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError, with_type
+from dualeval.messages import counted, listed
 from dualeval.metrics import Mean, Measured, Ratio
 from dualeval.metrics.means import BitsPerByte
 from dualeval.metrics.metric import direction
@@ -97,12 +99,15 @@ class Figures:
         with self._only(answers) as tasks, alone():
             for name, indices_of_task in tasks.items():
                 task = self._loaded.tasks[name]
-                task.apply_filters()
+                with _blaming(f"task {name}: its filters fail"):
+                    task.apply_filters()
                 for filter_name in task.instances[0].filtered_resps:
                     for index in indices_of_task:
                         requests = self._loaded.documents[index].requests
                         filtered = [each.filtered_resps[filter_name] for each in requests]
-                        values = task.process_results(requests[0].doc, filtered)
+                        values = self._processed(index, filtered)
+                        if index == indices_of_task[0]:
+                            self._check_again(index, filtered, values)
                         found[index] |= {named(key, filter_name): value for key, value in values.items()}
                         if fallbacks := self._fallbacks[name].get(filter_name):
                             texts = [t for f in filtered for t in ([f] if isinstance(f, str) else f)]
@@ -112,15 +117,34 @@ class Figures:
         for index in indices:
             of_document, columns = found.get(index, {}), self._by_task[self._loaded.documents[index].task]
             numbers = dict.fromkeys(self.value_columns, float("nan"))
-            for name in columns.keys() & of_document.keys():
+            for name in (each for each in columns if each in of_document):
                 value = of_document[name]
                 if _is_divided(columns[name]):
                     value, numbers[over(name)] = value
                 # Log-likelihoods have the other sign, as losses.
-                numbers[name] = float(value) * (1 if columns[name] in ("mean", _COUNT) else -1)
+                sign = 1 if columns[name] in ("mean", _COUNT) else -1
+                numbers[name] = sign * _number(self._loaded.documents[index].task, name, value)
             for name, number in numbers.items():
                 made[name].append(number)
         return made
+
+    def _processed(self, index: int, filtered: Sequence[Any]) -> dict[str, Any]:
+        """The values of a document's filtered answers."""
+        document = self._loaded.documents[index]
+        task = self._loaded.tasks[document.task]
+        with _blaming(f"task {document.task}: {_scoring(task)} fails on document {document.number}"):
+            values: dict[str, Any] = task.process_results(document.requests[0].doc, [*filtered])
+        return values
+
+    def _check_again(self, index: int, filtered: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Refuse code that gives other values the second time: figures would follow from the order."""
+        if repr(self._processed(index, filtered)) != repr(values):
+            name = self._loaded.documents[index].task
+            raise UsageError(
+                f"task {name}: {_scoring(self._loaded.tasks[name])} gives other values when it is called "
+                "again for the same document and answers: it keeps a state, or draws random numbers. Write "
+                "it without."
+            )
 
     def compute(self, columns: Mapping[str, Any]) -> Measured:
         """The harness's figures, with our intervals where a figure follows from each document's value."""
@@ -138,6 +162,13 @@ class Figures:
             results, warnings = self._last
         if len(answers) >= self._most:
             self._digest, self._last, self._most = digest, (results, warnings), len(answers)
+        if nan := sum(bool(np.isnan(each).any()) for each in columns[LOGLIKELIHOODS]):
+            warnings = [
+                *warnings,
+                f"{counted(nan, 'document')} with a log-likelihood that is NaN: the harness takes such a "
+                "choice for the likeliest, so the figures mean nothing. Give --precision fp32 or bf16, or "
+                "look for NaN in the weights",
+            ]
         measured = Measured(values={}, warnings=tuple(warnings))
         tasks = np.asarray([*columns[TASK]])
         for name, figures in {**results["results"], **results.get("groups", {})}.items():
@@ -244,12 +275,13 @@ class Figures:
             }
             before, metrics.bootstrap_stderr = metrics.bootstrap_stderr, _bootstrap
             try:
-                results = lm_eval.evaluate(
-                    _looking_up([request for task in tasks.values() for request in task.instances]),
-                    {"tasks": tasks, "groups": known},
-                    bootstrap_iters=iterations,
-                    log_samples=len(answers) >= self._most,
-                )
+                with _blaming(f"lm_eval cannot compute the figures of {listed(tasks)}"):
+                    results = lm_eval.evaluate(
+                        _looking_up([request for task in tasks.values() for request in task.instances]),
+                        {"tasks": tasks, "groups": known},
+                        bootstrap_iters=iterations,
+                        log_samples=len(answers) >= self._most,
+                    )
             finally:
                 metrics.bootstrap_stderr = before
         return results, [f"lm_eval: {text.strip().splitlines()[0]:.200}" for text in dict.fromkeys(said)][:5]
@@ -290,6 +322,32 @@ class Figures:
 
         # None: no document of this task was drawn.
         write_text(path, "" if samples is None else _saved(save, path))
+
+
+@contextmanager
+def _blaming(sentence: str) -> Iterator[None]:
+    """Say whose code fails: a task's, and not the model's."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{sentence}: {with_type(error)}") from error
+
+
+def _scoring(task: Any) -> str:
+    """What makes values of a task's answers, in words."""
+    function = task.config.process_results
+    return f"{function.__module__}.{function.__name__}" if inspect.isfunction(function) else "its scoring"
+
+
+def _number(task: str, metric: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"task {task}: the metric {metric} gives {value!r:.40} for a document, expected a number: it may "
+            "not be for such requests. Name another one, such as exact_match for texts, in a YAML of your own "
+            "that includes the task's."
+        ) from None
 
 
 def _saved(save: Callable[[Any], None], path: Path) -> str:
