@@ -345,8 +345,8 @@ def _number(task: str, metric: str, value: Any) -> float:
     except (TypeError, ValueError):
         raise UsageError(
             f"task {task}: the metric {metric} gives {value!r:.40} for a document, expected a number: it may "
-            "not be for such requests. Name another one, such as exact_match for texts, in a YAML of your own "
-            "that includes the task's."
+            "not be for such requests. Name another one, such as exact_match for texts, in a YAML of your "
+            "own that includes the task's."
         ) from None
 
 
