@@ -23,6 +23,9 @@ from dualeval.tasks.options.base import AnswerOptions
 from dualeval.tasks.options.lm_eval import LmEvalOptions, PromptOptions, ScoredOptions
 
 _EMPTY, _UNFINISHED = "empty_answers", "unfinished_thinking"
+_PROMPTS = [each.name for each in fields(PromptOptions)]
+# With what each is without.
+_ANSWERS = {each.name: each.default for each in fields(AnswerOptions)}
 
 
 class HarnessTask(Task):
@@ -59,11 +62,8 @@ class HarnessTask(Task):
 
     def _of_answers(self) -> dict[str, Any]:
         """The options of generated texts that were given."""
-        named = [each.name for each in fields(AnswerOptions)]
-        values = {name: getattr(self._asked, name, None) for name in named}
-        return {
-            name: value for name, value in values.items() if value not in (None, getattr(AnswerOptions, name))
-        }
+        values = {name: getattr(self._asked, name, None) for name in _ANSWERS}
+        return {name: value for name, value in values.items() if value not in (None, _ANSWERS[name])}
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -150,20 +150,10 @@ class HarnessTask(Task):
 
     def options(self) -> dict[str, Any]:
         asked = self._asked
-        given = {each.name: getattr(asked, each.name) for each in fields(PromptOptions)}
+        given = {name: getattr(asked, name) for name in (*_PROMPTS, *_ANSWERS) if hasattr(asked, name)}
         path = None if asked.include_path is None else str(asked.include_path.absolute())
         names = [metric.name for metric in self._metrics]
-        return {
-            **given,
-            **{
-                each.name: getattr(asked, each.name)
-                for each in fields(AnswerOptions)
-                if hasattr(asked, each.name)
-            },
-            "metric": names,
-            "tasks": [*asked.tasks],
-            "include_path": path,
-        }
+        return {**given, "metric": names, "tasks": [*asked.tasks], "include_path": path}
 
     def description(self) -> dict[str, str]:
         versions = [f"{name} (version {version})" for name, version in self._loaded.versions().items()]
