@@ -196,8 +196,11 @@ _LONGEST = 60  # letters of an answer
     metavar="RUN",
     help="Instead: the samples that are right in that run and wrong in this one, and vice versa.",
 )
+@click.option("--metric", metavar="NAME", help="List by this metric's number of each sample.")
 @click.option("--per-class", is_flag=True, help="The metrics of each class.")
-def show(run: Path, worst: int | None, name: str | None, other: Path | None, per_class: bool) -> None:
+def show(
+    run: Path, worst: int | None, name: str | None, other: Path | None, metric: str | None, per_class: bool
+) -> None:
     """Show the samples of a finished run that deserve a look.
 
     \b
@@ -211,13 +214,15 @@ def show(run: Path, worst: int | None, name: str | None, other: Path | None, per
     from dualeval.comparison.compared import compare as compare_runs
     from dualeval.comparison.worst import JudgedRows
 
-    rows = JudgedRows.open(run)
+    rows = JudgedRows.open(run, metric)
     classes = None if name is None else rows.classes_called(name)
     if per_class:
         _print_classes(rows, classes)
-        if worst is None and other is None:
+        if worst is None and other is None and metric is None:
             return
-    comparison = None if other is None else compare_runs(other, run)
+    comparison = (
+        None if other is None else compare_runs(other, run, metrics=() if metric is None else (metric,))
+    )
     lists = rows.lists(comparison)
     if not lists:
         raise UsageError(

@@ -20,7 +20,7 @@ from dualeval.engine.folder.stored_rows import StoredRows
 from dualeval.engine.scoring.slices import is_of
 from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
-from dualeval.messages import nearest
+from dualeval.messages import listed, nearest
 from dualeval.metrics.scores import Score, score_from
 from dualeval.result import PREDICTIONS, Result, class_names
 
@@ -83,7 +83,8 @@ class Listed(NamedTuple):
 class JudgedRows:
     """The rows of a finished run, and which of them are mistakes."""
 
-    def __init__(self, folder: Path, result: Result) -> None:
+    def __init__(self, folder: Path, result: Result, metric: str | None = None) -> None:
+        """``metric`` says by which number samples are judged, in place of the first one."""
         self.folder, self.result = folder, result
         self.rows = StoredRows(folder / PREDICTIONS)
         # The user's own columns, which judge nothing, whatever they are called.
@@ -97,13 +98,20 @@ class JudgedRows:
             for name, score in scores.items()
             if all(self._kinds.get(each) or each == score.where for each in score.columns)
         }
+        if metric is not None and metric not in self.scores:
+            raise UsageError(
+                f"{folder} has no number of each sample for the metric {metric!r}."
+                f"{nearest(metric, self.scores)} Those that have one: {listed(self.scores, _NAMED)}"
+            )
+        self.scores = {name: self.scores[name] for name in ([metric] if metric else self.scores)}
         # Both are whole numbers: numbers of classes.
         self.has_classes = self._kinds.get(TARGET) == self._kinds.get(PREDICTION) == "i"
         self._right = None if self.has_classes else next(self._scores_of_right(), None)
         # Whether it is known which samples are right.
         self.judges = self.has_classes or self._right is not None
         loss = Measure(name=LOSS, score=Score(column=LOSS), high=True)
-        self.measure = loss if self._kinds.get(LOSS) == "f" else next(self._measures(), None)
+        has_loss = metric is None and self._kinds.get(LOSS) == "f"
+        self.measure = loss if has_loss else next(self._measures(), None)
         read = [TARGET, PREDICTION] if self.has_classes else []
         read += [CONFIDENCE] if self.has_confidence else []
         for score in (self._right, self.measure and self.measure.score):
@@ -111,9 +119,9 @@ class JudgedRows:
         self._columns = tuple(dict.fromkeys(read))
 
     @classmethod
-    def open(cls, folder: Path) -> JudgedRows:
+    def open(cls, folder: Path, metric: str | None = None) -> JudgedRows:
         """Those in a folder, whose files are checked."""
-        return cls(folder, finished_run(folder)[0])
+        return cls(folder, finished_run(folder)[0], metric)
 
     def _scores_of_right(self) -> Iterator[Score]:
         """The scores that say of each sample whether it is right."""
@@ -129,6 +137,8 @@ class JudgedRows:
             direction = self.result.directions.get(name)
             if direction is not None and score.below is None and self._kinds[score.column] == "f":
                 named = f"{score.column} / {score.over}" if score.over else score.column
+                if not isinstance(score.where_is, bool):
+                    named += f" of {listed(score.where_is, 3)}"
                 yield Measure(name=named, score=score, high=direction == "lower")
 
     def lists(self, comparison: Comparison | None = None) -> list[Listed]:

@@ -369,20 +369,23 @@ def collate_sequences(samples: Sequence[Sequence[tuple[Tensor, int]]]) -> dict[s
     return {"groups": groups, "places": places, "owners": owners}
 
 
-def collate_prompts(prompts: Sequence[Tensor], most_new: int) -> dict[str, Any]:
+def collate_prompts(prompts: Sequence[Tensor], numbers: Sequence[Tensor], most_new: int) -> dict[str, Any]:
     """Join prompts to groups of one length each, which nothing fills up; one without tokens is in none.
 
-    At most ``most_new`` tokens follow. ``places`` has the row of each among those of all groups, or -1.
+    At most ``most_new`` tokens follow, which ``numbers`` draw. ``places`` has the row of each among those of
+    all groups, or -1.
     """
     lengths = [len(prompt) for prompt in prompts]
     order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
     places = torch.full((len(prompts),), -1)
     places[order] = torch.arange(len(order))
     groups: list[Tensor] = []
-    for _, same in itertools.groupby(order, key=lambda at: lengths[at]):
-        rows = torch.stack([prompts[at] for at in same]).long()
-        groups += torch.split(rows, max(1, MOST_TOKENS // (rows.shape[1] + most_new)))
-    return {"groups": groups, "places": places}
+    of_groups: list[Tensor] = []
+    for length, same in itertools.groupby(order, key=lambda at: lengths[at]):
+        of_length, most = [*same], max(1, MOST_TOKENS // (length + most_new))
+        groups += torch.split(torch.stack([prompts[at] for at in of_length]).long(), most)
+        of_groups += torch.split(torch.stack([numbers[at] for at in of_length]), most)
+    return {"groups": groups, "numbers": of_groups, "places": places}
 
 
 def _divided(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

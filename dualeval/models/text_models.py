@@ -409,7 +409,3 @@ class CausalTokens:
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without those that end or begin one."""
         return str(self.fast.decode(ids, skip_special_tokens=True))
-
-    def with_newline(self, count: int) -> list[int]:
-        """Which of the first ``count`` tokens hold the end of a line."""
-        return [each for each in range(min(count, self.count)) if "\n" in self.fast.decode([each])]

@@ -122,6 +122,10 @@ class LanguageModelingKeywords(TypedDict, total=False):
     weights_prefix: str | None
     trust_checkpoint: bool
     adapter: str | Path | None
+    think_end: str | None
+    temperature: float
+    top_p: float
+    answers_seed: int
     text: str | None
     quoting: Literal["none", "standard"] | None
     max_length: int | None
@@ -130,12 +134,8 @@ class LanguageModelingKeywords(TypedDict, total=False):
     max_new_tokens: int
     stop_at_newline: bool
     stop: Sequence[str]
-    think_end: str | None
     extract: str | None
-    temperature: float
-    top_p: float
     answers_per_prompt: int
-    answers_seed: int
     ignore: Sequence[str]
     keep: Sequence[str]
 
@@ -148,6 +148,10 @@ class LmEvalKeywords(TypedDict, total=False):
     weights_prefix: str | None
     trust_checkpoint: bool
     adapter: str | Path | None
+    think_end: str | None
+    temperature: float
+    top_p: float
+    answers_seed: int
     include_path: str | Path | None
     trust_tasks: bool
     limit: int | None

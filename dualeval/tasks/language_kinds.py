@@ -8,7 +8,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -24,7 +23,8 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import plain_text
-from dualeval.models.generation import MOST_DRAWN, NONE, Way, drawn, greedy
+from dualeval.models.answering import Answering
+from dualeval.models.generation import NONE, Way
 from dualeval.models.text_models import CausalTokens, losses_of, search_warnings
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
@@ -216,7 +216,15 @@ class Answers(RowKind):
     is_encoded: bool
 
     def __post_init__(self) -> None:
-        self._stops = (*self.stop, *["\n"] * (self.stop_at_newline and self.think_end is not None))
+        self._answering = Answering(
+            tokens=self.tokens,
+            most=self.max_new_tokens,
+            stops=(*self.stop, *["\n"] * self.stop_at_newline),
+            think_end=self.think_end,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.answers_seed,
+        )
         self._flags = flags_of(vars(self))
 
     @property
@@ -225,17 +233,9 @@ class Answers(RowKind):
         return ("exact_match", *several, "generated", "cut", "nan_logits", *self._flags)
 
     def continue_as(self, way: Way, stops: Sequence[int], count: int, device: torch.device) -> None:
-        """Say how the model is continued, and which of its ``count`` tokens end an answer."""
-        self._way, self.stops = way, stops
-        ends = {stop for stop in stops if stop < count}
-        if self.stop_at_newline and self.think_end is None:
-            ends |= {*self.tokens.with_newline(count)}
-        # A text that is a special token is in no text.
-        of_texts = (self.tokens.fast.token_to_id(text) for text in self.stop)
-        ends |= {each for each in of_texts if each is not None and not self.tokens.text([each])}
-        self._end_tokens = ends
-        self._ends = torch.zeros(count, dtype=torch.bool, device=device)
-        self._ends[[*ends]] = True
+        """Say how the model is continued, and which of its ``count`` tokens end a text."""
+        self.stops = stops
+        self._answering.continue_as(way, stops, count, device)
 
     def warnings(self) -> list[str]:
         kind = "drawn" if self.temperature else "greedy"
@@ -247,14 +247,10 @@ class Answers(RowKind):
         tokens = self.tokens.fast.encode(text).ids if self.is_encoded else self.tokens.encode(text)
         kept = tokens[-(self.max_length - self.max_new_tokens) :]
         prompt = {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
-        return {**prompt, "numbers": self._numbers(index)} if self.temperature and kept else prompt
+        return {**prompt, "numbers": self._answering.numbers(self.id(index), self.answers_per_prompt)}
 
-    def _numbers(self, index: int) -> Tensor:
-        """What draws the tokens of a row's answers: it follows from its id, not from where it is computed."""
-        seed = sha256(f"{self.answers_seed} {self.id(index)}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
-        shape = (self.answers_per_prompt, self.max_new_tokens)
-        return torch.randint(MOST_DRAWN, shape, generator=generator)
+    def placeholder(self, index: int) -> Mapping[str, Any]:
+        return {**self.empty, "numbers": torch.zeros((self.answers_per_prompt, 0))}
 
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
         right = " | ".join(answers_of(self.of, index))
@@ -262,28 +258,13 @@ class Answers(RowKind):
         return {"prompt": prompt, "right": right, "generated": str(row["generated"])}
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        each = [sample for sample in samples for _ in range(self.answers_per_prompt)]
-        joined = collate_prompts([sample["prompt"] for sample in each], self.max_new_tokens)
-        if numbers := [sample["numbers"] for sample in samples if "numbers" in sample]:
-            order = joined["places"][joined["places"] >= 0].argsort()
-            sizes = [len(group) for group in joined["groups"]]
-            joined["numbers"] = list(torch.split(torch.cat(numbers)[order], sizes))
-        return {**joined, "cut": torch.tensor([sample["cut"] for sample in samples])}
+        prompts = [each["prompt"] for each in samples for _ in range(self.answers_per_prompt)]
+        numbers = [of_one for each in samples for of_one in each["numbers"]]
+        joined = collate_prompts(prompts, numbers, self.max_new_tokens)
+        return {**joined, "cut": torch.tensor([each["cut"] for each in samples])}
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-        is_over = self._is_over if self._stops else None
-
-        def pick(logits: Tensor, place: int) -> Tensor:
-            return drawn(logits, numbers[:, place], self.temperature, self.top_p)
-
-        outputs = []
-        for group, prompts in enumerate(batch["groups"]):
-            numbers = batch["numbers"][group] if self.temperature else prompts
-            most, picked = self.max_new_tokens, pick if self.temperature else None
-            outputs.append(
-                greedy(model, prompts, self._ends, most, way=self._way, pick=picked, is_over=is_over)
-            )
-        return outputs
+        return self._answering.answer(model, batch)
 
     def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         # The last row is that of prompts which could not be read.
@@ -313,9 +294,8 @@ class Answers(RowKind):
 
     def _judged(self, index: int, ids: Sequence[int], nan: bool) -> tuple[str, list[bool]]:
         """The text of an answer, whether it is right, and its flags."""
-        text, is_thought, is_stopped = self._read(ids)
-        is_full = ids[-1] != NONE and ids[-1] not in self._end_tokens and not is_stopped
-        answer, flags = text, [is_full, not text.strip()]
+        text, is_thought, _ = self._answering.read(ids)
+        answer, flags = text, [self._answering.is_full(ids), not text.strip()]
         if self.extract is not None:
             found = [*re.finditer(self.extract, text)][-1:] if is_thought else []
             answer = next((match[match.re.groups and 1] or "" for match in found), "")
@@ -324,29 +304,6 @@ class Answers(RowKind):
             flags.append(not is_thought)
         is_right = is_thought and not nan and (bool(answer) or self.extract is None)
         return text, [is_right and self._is_right(index, answer), *flags]
-
-    def _read(self, ids: Sequence[int]) -> tuple[str, bool, bool]:
-        """The answer in generated tokens, whether it has come to one, and whether a text has ended it."""
-        ids = [token for token in ids if token not in (NONE, *self.stops)]
-        if self.think_end is not None:
-            tag = self.tokens.fast.token_to_id(self.think_end)
-            # A special token is in no text.
-            thoughts = len(ids) - ids[::-1].index(tag) if tag in ids else 0
-            _, mark, text = self.tokens.text(ids[thoughts:]).rpartition(self.think_end)
-            if not mark and not thoughts:
-                return text, False, False
-            text = text.lstrip()
-        else:
-            text = self.tokens.text(ids)
-            text = text.partition("\n")[0] if self.stop_at_newline else text
-        place = min((text.find(stop) for stop in self._stops if stop in text), default=None)
-        return text[:place], True, place is not None
-
-    def _is_over(self, ids: Sequence[int]) -> bool:
-        """Whether a text has ended an answer; all of it is read only where its last tokens have one."""
-        # A character may take four tokens.
-        tail = self.tokens.text(ids[-4 * max(map(len, self._stops)) - 4 :])
-        return any(stop in tail for stop in self._stops) and self._read(ids)[2]
 
     def _is_right(self, index: int, text: str) -> bool:
         try:

@@ -25,7 +25,8 @@ from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.options.language_modeling import DRAWING, LanguageModelingOptions
+from dualeval.tasks.options.base import DRAWING
+from dualeval.tasks.options.language_modeling import LanguageModelingOptions
 from dualeval.tasks.text_task import CausalTask, Model
 
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")

@@ -347,11 +347,12 @@ def test_prompts_of_one_length_are_together() -> None:
     lengths = [5, 3, 0, 5, 3, 1, 3]
     prompts = [torch.full((length,), place, dtype=torch.int32) for place, length in enumerate(lengths)]
     assert collate_sequences([[], []])["groups"] == []
-    batch = collate_prompts(prompts, 4)
+    batch = collate_prompts(prompts, [*torch.arange(7)], 4)
     assert [tuple(group.shape) for group in batch["groups"]] == [(2, 5), (3, 3), (1, 1)]
     rows = [row for group in batch["groups"] for row in group.tolist()]
     assert [rows[at] if at >= 0 else [] for at in batch["places"].tolist()] == [
         each.tolist() for each in prompts
     ]
-    many = collate_prompts([torch.zeros(1000)] * 9, 24)
+    assert [each.tolist() for each in batch["numbers"]] == [[0, 3], [1, 4, 6], [5]]
+    many = collate_prompts([torch.zeros(1000)] * 9, [torch.zeros(0)] * 9, 24)
     assert [len(group) for group in many["groups"]] == [4, 4, 1]

@@ -67,6 +67,11 @@ def number(value: Any) -> float:
     return float(value)
 
 
+def ours_of(result: Result) -> set[str]:
+    """The figures, without what is counted besides."""
+    return {key for key in result.metrics if "/" in key and "/not_extracted" not in key}
+
+
 CHAT: dict[str, Any] = {"apply_chat_template": True, "system": "Be short."}
 
 
@@ -96,7 +101,7 @@ def test_figures_and_files_are_those_of_the_harness(
         made[model], tasks, made["tasks"], arguments=arguments, bootstrap_iters=DRAWS, **of_prompts
     )
     figures = as_ours(wanted)
-    assert {key for key in result.metrics if "/" in key} == {*figures}
+    assert ours_of(result) == {*figures}
     for key, value in figures.items():
         assert math.isclose(number(result.metrics[key]), value, rel_tol=1e-5, abs_tol=1e-9), key
     assert len(figures) > 20 and any("stderr" in key for key in figures)
@@ -127,7 +132,7 @@ def test_shipped_tasks_have_the_figures_of_the_harness(
         ("system_instruction" if name == "system" else name): value for name, value in options.items()
     }
     figures = as_ours(harness_figures(made["llama"], tasks, folder, bootstrap_iters=DRAWS, **of_prompts))
-    assert {key for key in result.metrics if "/" in key} == {*figures} and len(figures) > 20
+    assert ours_of(result) == {*figures} and len(figures) > 20
     for key, value in figures.items():
         assert math.isclose(number(result.metrics[key]), value, rel_tol=1e-5, abs_tol=1e-9), key
 
@@ -178,6 +183,24 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
         assert math.isclose(number(alone.metrics[key]), number(value), rel_tol=1e-6), key
     shown = task_of(made).show({name: values[0] for name, values in table.items()})
     assert shown["prompt"].count("The r") >= 1 and "(-" in shown["continuation 2"]
+
+
+def test_samples_are_listed_by_the_metric_that_is_asked_for(made: Made, tmp_path: Path) -> None:
+    run(made, out=tmp_path / "out", tasks=["words", "numbers", "pages"], limit=3)
+
+    def shown(*words: str) -> list[str]:
+        done = CliRunner().invoke(command, ["show", str(tmp_path / "out"), "--worst", "2", *words])
+        return (done.output if done.exit_code == 0 else message_of(done)).splitlines()
+
+    # Without it by the first one.
+    assert shown()[0] == "highest perplexity of words: 2 of 3"
+    lines = shown("--metric", "pages/word_perplexity")
+    assert lines[0] == "highest word_perplexity / word_perplexity_over of pages: 2 of 3"
+    assert all(line.startswith("pages/") for line in lines[2:4])
+    assert shown("--metric", "numbers/exact_match,loose")[0] == "lowest exact_match,loose of numbers: 2 of 3"
+    [said] = shown("--metric", "numbers/exact_match")
+    assert "no number of each sample for the metric 'numbers/exact_match'." in said
+    assert "numbers/exact_match,strict, numbers/exact_match,loose" in said
 
 
 def test_names_of_metrics_and_filters_may_have_a_slash(made: Made, tmp_path: Path) -> None:
@@ -253,7 +276,12 @@ def changed(folder: Path, name: str, before: str, after: str) -> Path:
             "dataset_path: nobody/nothing",
             "its data nobody/nothing are not in the",
         ),
-        ("numbers", "do_sample: false", "do_sample: true", "task numbers draws its texts at random"),
+        (
+            "numbers",
+            "do_sample: false",
+            "do_sample: true",
+            "task numbers draws .* give --temperature 0.7, for",
+        ),
         ("numbers", "do_sample: false", "num_beams: 3", "generates with num_beams 3, which is not done"),
         ("numbers", "max_gen_toks: 12", "max_gen_toks: 400", "asks for 400 new tokens .max_gen_toks"),
         ("words", "question", "quest", "lm_eval cannot load words: UndefinedError: 'quest' is undefined"),
@@ -285,6 +313,34 @@ def test_an_own_yaml_that_includes_own_code_is_refused(made: Made, tmp_path: Pat
     (folder / "mine.yaml").write_text("include: shared/own_base.yaml\ntask: mine\n")
     with pytest.raises(UsageError, match=r"own_code\.results .*own_base\.yaml"):
         LmEval(model=made["gpt2"], tasks="mine", include_path=folder)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            '    raise KeyError("gold")',
+            r"task own: .*own_code\.results fails on document 0: KeyError: 'gold'",
+        ),
+        (
+            '    SEEN.append(1)\n    return {"length": len(SEEN)}',
+            r"task own: .*own_code\.results gives other values",
+        ),
+    ],
+)
+def test_code_of_a_task_that_fails_is_named(made: Made, tmp_path: Path, code: str, said: str) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    (folder / "own_code.py").write_text(f"SEEN = []\ndef results(doc, results):\n{code}\n")
+    with pytest.raises(UsageError, match=said):
+        run({**made, "tasks": folder}, tasks=["own"], trust_tasks=True)
+
+
+def test_a_metric_that_is_not_for_texts_is_refused(made: Made, tmp_path: Path) -> None:
+    """The harness gives 1 for every text."""
+    folder = changed(write_tasks(tmp_path / "tasks"), "numbers", "metric: exact_match", "metric: acc")
+    changed(folder, "numbers", "    ignore_case: true\n", "")
+    with pytest.raises(UsageError, match=r"task numbers: the metric acc,strict gives \[.*expected a number"):
+        run({**made, "tasks": folder}, tasks=["numbers"], limit=1)
 
 
 def test_options_without_use_are_refused(made: Made, tmp_path: Path) -> None:
@@ -410,7 +466,8 @@ def test_answers_from_a_file_give_the_runs_own_figures(made: Made, tmp_path: Pat
         tasks=PLAIN, include_path=made["tasks"], limit=5, bootstrap_iters=DRAWS, answers=file
     )
     scored = evaluate(options.make(), tmp_path / "scored", batch_size=7)
-    figures = {name: value for name, value in result.metrics.items() if name != "cut_contexts"}
+    of_model = ("cut_contexts", "at_token_limit", "nan_logits")
+    figures = {name: value for name, value in result.metrics.items() if name not in of_model}
     assert (scored.metrics, scored.intervals) == (figures, result.intervals)
     assert scored.fingerprint != result.fingerprint and scored.samples_digest == result.samples_digest
     found = compare(out, tmp_path / "scored")

@@ -82,7 +82,7 @@ JOBS = {
     "harness": Job(
         task="lm-eval",
         words="--model chat --tasks both,words,pages,numbers --include-path tasks --batch-size 9 "
-        "--bootstrap-iters 100 --apply-chat-template",
+        "--bootstrap-iters 100 --apply-chat-template --temperature 0.9",
     ),
 }
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)

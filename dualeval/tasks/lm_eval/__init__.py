@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from dualeval.data.token_groups import refuse_unknown
 from dualeval.errors import UsageError
 from dualeval.metrics import Count
 from dualeval.models import text_models
-from dualeval.models.generation import NONE, Way, greedy
 from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
@@ -24,7 +24,7 @@ from dualeval.tasks.keywords import LmEvalKeywords
 from dualeval.tasks.lm_eval.base import HarnessTask
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING, Answers
 from dualeval.tasks.lm_eval.library import Document, Loaded, check_installed
-from dualeval.tasks.lm_eval.requests import EncodedRequests, ends_of, scores_of
+from dualeval.tasks.lm_eval.requests import EncodedRequests, scores_of
 from dualeval.tasks.options.lm_eval import LmEvalOptions
 from dualeval.tasks.text_task import CausalTask, Model
 
@@ -45,7 +45,8 @@ class LmEval(HarnessTask, CausalTask):
         cache: what other tasks of the run have found.
         options: the others of ``dualeval run``, by the same names (docs/lm-eval.md): weights, weights_key,
             weights_prefix, trust_checkpoint, adapter, include_path, trust_tasks, limit, num_fewshot,
-            apply_chat_template, fewshot_as_multiturn, system, max_length, bootstrap_iters, keep.
+            apply_chat_template, fewshot_as_multiturn, system, max_length, think_end, temperature, top_p,
+            answers_seed, bootstrap_iters, keep.
 
     Raises:
         UsageError: options, model, tokenizer and tasks do not fit together, or a task would run code.
@@ -53,9 +54,9 @@ class LmEval(HarnessTask, CausalTask):
     """
 
     _counts = (Count("cut", name="cut_contexts"),)
-    # The tokens that end a text, and how the model is continued; known when it is built.
+    _counted = ("at_token_limit", "nan_logits")
+    # The tokens that end a text; known when the model is built.
     _stops: Sequence[int] = ()
-    _way: Way | None = None
 
     @with_keywords(LmEvalKeywords, LmEvalOptions)
     def __init__(
@@ -72,14 +73,14 @@ class LmEval(HarnessTask, CausalTask):
             LmEvalOptions(metric=(), **options)  # type: ignore[arg-type]
         check_installed()
         names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
-        settings = of_python(LmEvalOptions, options, metrics, model=Path(), tasks=names)
+        self._settings = settings = of_python(LmEvalOptions, options, metrics, model=Path(), tasks=names)
         CausalTask.__init__(self, model, tokenizer, USE, settings)
         library = text_models.read_tokenizer(self._model.folder, USE)
         self._tokens = text_models.CausalTokens(library, self._model.folder)
         self._max_length = self._length(model, library, settings.max_length)
         template = template_of(library, self._model.folder) if settings.apply_chat_template else None
         loaded = Loaded(settings, template, cache)
-        self._encoded = EncodedRequests(loaded.documents, settings.keep, self._tokens, self._max_length)
+        self._encoded = EncodedRequests(loaded.documents, settings, self._tokens, self._max_length)
         text = library.chat_template if template is not None else None
         self._set_up(settings, loaded, self._encoded, str(self._model.folder), text)
 
@@ -115,14 +116,12 @@ class LmEval(HarnessTask, CausalTask):
     def _try(self, model: nn.Module, device: torch.device) -> None:
         length = min(self._max_length, _MOST_TRIED)
         width = self._tried_width(model, length)
-        stops = text_models.end_tokens(model, self._tokens.ends)
-        self._ends = [
-            ends_of(self._tokens, each, stops, width).to(device) for each in self._encoded.generations
-        ]
-        self._stops = stops
-        if self._ends:
-            self._way = self._way_of(model, length)
-        self._other_search = text_models.changes_of_search(model) if self._ends else []
+        self._stops = text_models.end_tokens(model, self._tokens.ends)
+        if generations := self._encoded.generations:
+            way = self._way_of(model, length)
+            for each in generations:
+                each.answering.continue_as(way, self._stops, width, device)
+        self._other_search = text_models.changes_of_search(model) if generations else []
 
     def collate(self, samples: Any) -> dict[str, Any]:
         batch = self._encoded.collate(samples)
@@ -133,13 +132,9 @@ class LmEval(HarnessTask, CausalTask):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         scored = [scores_of(model, group) for group in batch["groups"]]
-        kinds = [
-            (self._ends[each["kind"]], self._encoded.generations[each["kind"]].most, each["groups"])
-            for each in batch["generated"]
-        ]
+        generations = self._encoded.generations
         return scored, [
-            [greedy(model, prompts, ends, most, way=self._way)[0] for prompts in groups]
-            for ends, most, groups in kinds
+            generations[each["kind"]].answering.answer(model, each) for each in batch["generated"]
         ]
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
@@ -150,24 +145,27 @@ class LmEval(HarnessTask, CausalTask):
         likeliest = torch.cat(
             [torch.zeros(0, dtype=torch.bool, device=device), *(each for _, each in scored)]
         )
-        tokens = [generated[kind][group][row] for kind, group, row in batch["order"]]
+        texts = [[of_row[row] for of_row in generated[kind][group]] for kind, group, row in batch["order"]]
         none = torch.zeros(0, dtype=torch.int64, device=device)
+        has_nan = [none.bool(), *(nan[None] for _, nan in texts)]
         return {
             "lls": Ragged(lls[places], batch["sequences"]),
             "likeliest": Ragged(likeliest[places], batch["sequences"]),
-            "tokens": Ragged(torch.cat([none, *tokens]), batch["new_tokens"]),
+            "tokens": Ragged(torch.cat([none, *(tokens for tokens, _ in texts)]), batch["new_tokens"]),
+            "nan": Ragged(torch.cat(has_nan), batch["texts"]),
             "windows": Ragged(batch["windows"], batch["scored"]),
             "cut": batch["cut"],
         }
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
-        parts = [columns[name].tolist() for name in ("lls", "likeliest", "tokens", "windows")]
-        answers = {
-            index: self._answers(self._dataset.documents[index], *of_one)
-            for index, *of_one in zip(samples, *parts, strict=True)
-            if of_one[0] or of_one[2]  # of one that could not be read there is nothing
-        }
-        return {**self._columns(samples, answers), "cut": columns["cut"]}
+        parts = [columns[name].tolist() for name in ("lls", "likeliest", "tokens", "windows", "nan")]
+        answers: dict[int, Answers] = {}
+        full = dict.fromkeys(samples, 0)
+        for index, *of_one in zip(samples, *parts, strict=True):
+            if of_one[0] or of_one[2]:  # of one that could not be read there is nothing
+                answers[index], full[index] = self._answers(self._dataset.documents[index], *of_one)
+        counts = {"at_token_limit": [*full.values()], "nan_logits": [sum(each) for each in parts[-1]]}
+        return {**self._columns(samples, answers, counts), "cut": columns["cut"]}
 
     def _answers(
         self,
@@ -176,35 +174,46 @@ class LmEval(HarnessTask, CausalTask):
         likeliest: list[bool],
         tokens: list[int],
         windows: list[int],
-    ) -> Answers:
-        """A document's answers, of what observe has: a rolling request has several sequences."""
+        has_nan: list[bool],
+    ) -> tuple[Answers, int]:
+        """A document's answers, of what observe has, and how many of them nothing has ended.
+
+        A rolling request has several sequences, one whose texts are drawn several texts.
+        """
         answers: list[list[Any]] = []
-        place = at = 0
-        counts = iter(windows)
+        place = at = full = 0
+        counts, of_texts = iter(windows), iter(has_nan)
         for request in document.requests:
             if request.request_type == GENERATE:
-                generation = self._encoded.generation_of(request)
-                ids = tokens[at : at + generation.most]
-                at += generation.most
-                kept = [each for each in ids if each not in (NONE, *self._stops)]
-                answers.append([generation.cut(self._tokens.text(kept))] * request.repeats)
+                generation, texts = self._encoded.generation_of(request), []
+                most = generation.answering.most
+                for nan in itertools.islice(of_texts, request.repeats if self._settings.temperature else 1):
+                    ids = tokens[at : at + most]
+                    at += most
+                    full += generation.answering.is_full(ids)
+                    texts.append("" if nan else generation.text(ids))
+                answers.append(texts * (request.repeats // len(texts)))
             else:
                 count = next(counts)
                 total = sum(lls[place : place + count])
                 answer = total if request.request_type == ROLLING else (total, likeliest[place])
                 answers.append([answer] * request.repeats)
                 place += count
-        return answers
+        return answers, full
 
     def data_warnings(self) -> list[str]:
-        of_search = text_models.search_warnings(self._other_search, "texts are plain greedy", "the harness")
+        kind = "drawn" if self._settings.temperature else "greedy"
+        of_search = text_models.search_warnings(self._other_search, f"texts are plain {kind}", "the harness")
         return [*super().data_warnings(), *of_search]
 
     def options(self) -> dict[str, Any]:
         return {**self._model.options(), **super().options(), "max_length": self._max_length}
 
     def description(self) -> dict[str, str]:
-        return {**self._model.description(), **super().description()}
+        asked = self._settings
+        how = f"drawn with temperature {asked.temperature}, top p {asked.top_p}, seed {asked.answers_seed}"
+        texts = {"texts": how} if asked.temperature else {}
+        return {**self._model.description(), **super().description(), **texts}
 
     def fingerprint(self) -> dict[str, Any]:
         return {

@@ -10,14 +10,22 @@ from typing import Any
 import torch
 
 from dualeval.columns.ragged import Column, Ragged, Text
+from dualeval.errors import UsageError
 from dualeval.messages import counted, listed
-from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics import Count, Metric, RowMetric
 from dualeval.metrics.metric import chosen
+from dualeval.options.fields import flag_of
 from dualeval.tasks import Task, place_of
 from dualeval.tasks.lm_eval import figures as of
 from dualeval.tasks.lm_eval.library import Loaded
 from dualeval.tasks.lm_eval.requests import Requests
-from dualeval.tasks.options.lm_eval import PromptOptions
+from dualeval.tasks.options.base import AnswerOptions
+from dualeval.tasks.options.lm_eval import LmEvalOptions, PromptOptions, ScoredOptions
+
+_EMPTY, _UNFINISHED = "empty_answers", "unfinished_thinking"
+_PROMPTS = [each.name for each in fields(PromptOptions)]
+# With what each is without.
+_ANSWERS = {each.name: each.default for each in fields(AnswerOptions)}
 
 
 class HarnessTask(Task):
@@ -25,16 +33,37 @@ class HarnessTask(Task):
 
     name = "lm-eval"
     wants_workers = False
+    # What is counted of generated texts, beside what all texts have.
+    _counted: Sequence[str] = ()
     # The metrics beside the figures.
     _counts: Sequence[Metric] = ()
 
     def _set_up(
-        self, options: PromptOptions, loaded: Loaded, dataset: Requests, model: str, template: str | None
+        self,
+        options: LmEvalOptions | ScoredOptions,
+        loaded: Loaded,
+        dataset: Requests,
+        model: str,
+        template: str | None,
     ) -> None:
         """Keep what was loaded; ``model`` and ``template`` are named in the harness's files."""
         self._asked, self._loaded, self._dataset = options, loaded, dataset
         self._figures = of.Figures(loaded, options.bootstrap_iters, {"model": model, "template": template})
+        kinds = {request.request_type for each in loaded.documents for request in each.requests}
+        of_thoughts = [_UNFINISHED] * (options.think_end is not None)
+        of_texts = [*self._counted, _EMPTY, *of_thoughts] * (of.GENERATE in kinds)
+        if (given := self._of_answers()) and not of_texts:
+            raise UsageError(
+                f"{listed(map(flag_of, given))}: no task here generates texts, all have log-likelihoods. "
+                "Leave it out."
+            )
+        self._counts = (*self._counts, *(Count(name, name=name) for name in of_texts))
         self._metrics = chosen(options.metric, [self._figures, *self._counts])
+
+    def _of_answers(self) -> dict[str, Any]:
+        """The options of generated texts that were given."""
+        values = {name: getattr(self._asked, name, None) for name in _ANSWERS}
+        return {name: value for name, value in values.items() if value not in (None, _ANSWERS[name])}
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -50,9 +79,19 @@ class HarnessTask(Task):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         return self._metrics
 
-    def _columns(self, samples: range, answers: Mapping[int, of.Answers]) -> dict[str, Column]:
-        """The columns of consecutive documents; one without answers could not be read."""
+    def _columns(
+        self, samples: range, answers: Mapping[int, of.Answers], counts: Mapping[str, Sequence[int]]
+    ) -> dict[str, Column]:
+        """The columns of consecutive documents; one without answers could not be read.
+
+        None is the answer where thoughts have no end: the harness gets an empty text.
+        """
         documents = [self._dataset.documents[index] for index in samples]
+        said = [[each for one in answers.get(index, ()) for each in one] for index in samples]
+        answers = {
+            index: [["" if each is None else each for each in one] for one in of_one]
+            for index, of_one in answers.items()
+        }
         lls, greedy, texts = [], [], []
         for index, document in zip(samples, documents, strict=True):
             pairs: list[tuple[float, bool]] = []
@@ -67,7 +106,13 @@ class HarnessTask(Task):
             greedy.append(torch.tensor([each for _, each in pairs], dtype=torch.bool))
             texts.append(of.generated_text(generated))
         values = self._figures.values(samples, answers)
+        counts = {
+            **counts,
+            _EMPTY: [sum(isinstance(each, str) and not each.strip() for each in one) for one in said],
+            _UNFINISHED: [sum(each is None for each in one) for one in said],
+        }
         return {
+            **{name: torch.tensor(column, dtype=torch.int64) for name, column in counts.items()},
             of.TASK: Text(document.task for document in documents),
             of.DOCUMENT: torch.tensor([*samples], dtype=torch.int64),
             of.LOGLIKELIHOODS: Ragged(torch.cat(lls), torch.tensor([*map(len, lls)])),
@@ -105,7 +150,7 @@ class HarnessTask(Task):
 
     def options(self) -> dict[str, Any]:
         asked = self._asked
-        given = {each.name: getattr(asked, each.name) for each in fields(PromptOptions)}
+        given = {name: getattr(asked, name) for name in (*_PROMPTS, *_ANSWERS) if hasattr(asked, name)}
         path = None if asked.include_path is None else str(asked.include_path.absolute())
         names = [metric.name for metric in self._metrics]
         return {**given, "metric": names, "tasks": [*asked.tasks], "include_path": path}
@@ -121,4 +166,5 @@ class HarnessTask(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Configuration of the tasks, with the source of their functions; the data set has the prompts."""
-        return {**self._loaded.fingerprint(), "groups": sorted(self._loaded.tree["groups"])}
+        groups = sorted(self._loaded.tree["groups"])
+        return {**self._loaded.fingerprint(), "groups": groups, **self._of_answers()}

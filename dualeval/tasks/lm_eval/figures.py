@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 
 from dualeval.atomic_files import write_text
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError, with_type
+from dualeval.messages import counted, listed
 from dualeval.metrics import Mean, Measured, Ratio
 from dualeval.metrics.means import BitsPerByte
 from dualeval.metrics.metric import direction
@@ -40,6 +42,10 @@ _OURS: Mapping[str, Callable[[str], Mean | Ratio]] = {
     "bits_per_byte": lambda column: BitsPerByte(column, over(column)),
 }
 _DATE = "dualeval"
+# What a filter of the library gives for a text of which it extracts nothing, unless its task says otherwise.
+_INVALID = "[invalid]"
+_REGEX = ("regex", "multi_choice_regex")
+_NOT_EXTRACTED, _COUNT = "not_extracted", "count"
 # Metrics between 0 and 1.
 _FRACTIONS = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match")
 
@@ -68,6 +74,7 @@ class Figures:
         self._iterations = bootstrap_iters
         self._config = config
         self._by_task = {name: _columns_of(task) for name, task in loaded.tasks.items()}
+        self._fallbacks = {name: _fallbacks_of(task) for name, task in loaded.tasks.items()}
         # Those of all tasks, with the divisors.
         self.value_columns = tuple(
             dict.fromkeys(
@@ -92,25 +99,52 @@ class Figures:
         with self._only(answers) as tasks, alone():
             for name, indices_of_task in tasks.items():
                 task = self._loaded.tasks[name]
-                task.apply_filters()
+                with _blaming(f"task {name}: its filters fail"):
+                    task.apply_filters()
                 for filter_name in task.instances[0].filtered_resps:
                     for index in indices_of_task:
                         requests = self._loaded.documents[index].requests
                         filtered = [each.filtered_resps[filter_name] for each in requests]
-                        values = task.process_results(requests[0].doc, filtered)
+                        values = self._processed(index, filtered)
+                        if index == indices_of_task[0]:
+                            self._check_again(index, filtered, values)
                         found[index] |= {named(key, filter_name): value for key, value in values.items()}
+                        if fallbacks := self._fallbacks[name].get(filter_name):
+                            texts = [t for f in filtered for t in ([f] if isinstance(f, str) else f)]
+                            found[index][named(_NOT_EXTRACTED, filter_name)] = sum(
+                                text in fallbacks for text in texts
+                            )
         for index in indices:
             of_document, columns = found.get(index, {}), self._by_task[self._loaded.documents[index].task]
             numbers = dict.fromkeys(self.value_columns, float("nan"))
-            for name in columns.keys() & of_document.keys():
+            for name in (each for each in columns if each in of_document):
                 value = of_document[name]
                 if _is_divided(columns[name]):
                     value, numbers[over(name)] = value
                 # Log-likelihoods have the other sign, as losses.
-                numbers[name] = float(value) * (1 if columns[name] == "mean" else -1)
+                sign = 1 if columns[name] in ("mean", _COUNT) else -1
+                numbers[name] = sign * _number(self._loaded.documents[index].task, name, value)
             for name, number in numbers.items():
                 made[name].append(number)
         return made
+
+    def _processed(self, index: int, filtered: Sequence[Any]) -> dict[str, Any]:
+        """The values of a document's filtered answers."""
+        document = self._loaded.documents[index]
+        task = self._loaded.tasks[document.task]
+        with _blaming(f"task {document.task}: {_scoring(task)} fails on document {document.number}"):
+            values: dict[str, Any] = task.process_results(document.requests[0].doc, [*filtered])
+        return values
+
+    def _check_again(self, index: int, filtered: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Refuse code that gives other values the second time: figures would follow from the order."""
+        if repr(self._processed(index, filtered)) != repr(values):
+            name = self._loaded.documents[index].task
+            raise UsageError(
+                f"task {name}: {_scoring(self._loaded.tasks[name])} gives other values when it is called "
+                "again for the same document and answers: it keeps a state, or draws random numbers. Write "
+                "it without."
+            )
 
     def compute(self, columns: Mapping[str, Any]) -> Measured:
         """The harness's figures, with our intervals where a figure follows from each document's value."""
@@ -128,6 +162,13 @@ class Figures:
             results, warnings = self._last
         if len(answers) >= self._most:
             self._digest, self._last, self._most = digest, (results, warnings), len(answers)
+        if nan := sum(bool(np.isnan(each).any()) for each in columns[LOGLIKELIHOODS]):
+            warnings = [
+                *warnings,
+                f"{counted(nan, 'document')} with a log-likelihood that is NaN: the harness takes such a "
+                "choice for the likeliest, so the figures mean nothing. Give --precision fp32 or bf16, or "
+                "look for NaN in the weights",
+            ]
         measured = Measured(values={}, warnings=tuple(warnings))
         tasks = np.asarray([*columns[TASK]])
         for name, figures in {**results["results"], **results.get("groups", {})}.items():
@@ -142,6 +183,9 @@ class Figures:
                 if better is not None:
                     measured.directions[key] = direction(better)
                 self._estimate(measured, (name, metric, column), columns, tasks)
+        for name, kinds in self._by_task.items():
+            for column in (each for each, kind in kinds.items() if kind == _COUNT):
+                measured.values[f"{name}/{column}"] = int(np.asarray(columns[column])[tasks == name].sum())
         return measured
 
     def _estimate(
@@ -231,12 +275,13 @@ class Figures:
             }
             before, metrics.bootstrap_stderr = metrics.bootstrap_stderr, _bootstrap
             try:
-                results = lm_eval.evaluate(
-                    _looking_up([request for task in tasks.values() for request in task.instances]),
-                    {"tasks": tasks, "groups": known},
-                    bootstrap_iters=iterations,
-                    log_samples=len(answers) >= self._most,
-                )
+                with _blaming(f"lm_eval cannot compute the figures of {listed(tasks)}"):
+                    results = lm_eval.evaluate(
+                        _looking_up([request for task in tasks.values() for request in task.instances]),
+                        {"tasks": tasks, "groups": known},
+                        bootstrap_iters=iterations,
+                        log_samples=len(answers) >= self._most,
+                    )
             finally:
                 metrics.bootstrap_stderr = before
         return results, [f"lm_eval: {text.strip().splitlines()[0]:.200}" for text in dict.fromkeys(said)][:5]
@@ -279,6 +324,32 @@ class Figures:
         write_text(path, "" if samples is None else _saved(save, path))
 
 
+@contextmanager
+def _blaming(sentence: str) -> Iterator[None]:
+    """Say whose code fails: a task's, and not the model's."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{sentence}: {with_type(error)}") from error
+
+
+def _scoring(task: Any) -> str:
+    """What makes values of a task's answers, in words."""
+    function = task.config.process_results
+    return f"{function.__module__}.{function.__name__}" if inspect.isfunction(function) else "its scoring"
+
+
+def _number(task: str, metric: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"task {task}: the metric {metric} gives {value!r:.40} for a document, expected a number: it may "
+            "not be for such requests. Name another one, such as exact_match for texts, in a YAML of your "
+            "own that includes the task's."
+        ) from None
+
+
 def _saved(save: Callable[[Any], None], path: Path) -> str:
     """The file that the harness's tracker saves, which is to be ``path``."""
     from lm_eval.loggers import EvaluationTracker
@@ -298,7 +369,23 @@ def _columns_of(task: Any) -> dict[str, str]:
     names = {get_aggregation(name): name for name in _OURS}
     filters = [each["name"] for each in getattr(task.config, "filter_list", None) or ()] or ["none"]
     known = {metric: names.get(function) for metric, function in task.aggregation().items()}
-    return {named(metric, each): name for metric, name in known.items() if name for each in filters}
+    counts = {named(_NOT_EXTRACTED, each): _COUNT for each in _fallbacks_of(task)}
+    return {
+        **{named(metric, each): name for metric, name in known.items() if name for each in filters},
+        **counts,
+    }
+
+
+def _fallbacks_of(task: Any) -> dict[str, list[Any]]:
+    """By filter what it gives for a text of which it extracts nothing."""
+    found: dict[str, list[Any]] = {}
+    for each in getattr(task.config, "filter_list", None) or ():
+        for step in each["filter"]:
+            function = step["function"]
+            # Those of tasks' own code are subclasses, by their names.
+            if function in _REGEX or (callable(function) and "regex" in str(function).lower()):
+                found.setdefault(each["name"], []).append(step.get("fallback", _INVALID))
+    return found
 
 
 def answers_of(document: Document, lls: Sequence[float], greedy: Sequence[bool], generated: str) -> Answers:

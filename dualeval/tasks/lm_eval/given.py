@@ -74,7 +74,9 @@ class GivenAnswers(HarnessTask):
     def __init__(self, options: ScoredOptions) -> None:
         loaded, template = loaded_for(options)
         self._path = options.answers
-        self._answers, self._hash, self._unchecked = _read(options.answers, loaded.documents)
+        self._answers, self._hash, self._unchecked = _read(
+            options.answers, loaded.documents, options.think_end
+        )
         self._set_up(options, loaded, Requests(loaded.documents, ()), str(options.answers), template)
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class GivenAnswers(HarnessTask):
         return {}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
-        return self._columns(samples, {index: self._answers[index] for index in samples})
+        return self._columns(samples, {index: self._answers[index] for index in samples}, {})
 
     def data_warnings(self) -> list[str]:
         unchecked = (
@@ -106,7 +108,7 @@ class GivenAnswers(HarnessTask):
         return {**super().fingerprint(), "answers": self._hash}
 
 
-def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str, int]:
+def _read(path: Path, documents: Sequence[Document], think_end: str | None) -> tuple[list[Answers], str, int]:
     """The answers to each document's requests, which are all there once; a hash of the file; how many of the
     answers do not say which prompt they answer.
     """
@@ -146,7 +148,7 @@ def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str
             found[key] = ()
             faults[_OTHER].append(f"{key[0]}/{key[1]} {key[2]}")
         else:
-            found[key] = _checked(answer, request, f"{path}, line {number}")
+            found[key] = _checked(answer, request, f"{path}, line {number}", think_end)
     faults["is missing"] = [
         f"{task}/{number} {i}" for task, number, i in requests if (task, number, i) not in found
     ]
@@ -160,15 +162,18 @@ def _read(path: Path, documents: Sequence[Document]) -> tuple[list[Answers], str
     return answers, hashlib.sha256(content).hexdigest(), unchecked
 
 
-def _checked(answer: Any, request: Any, where: str) -> Sequence[Any]:
-    """An answer, once for each repetition; texts are cut at the task's stops."""
+def _checked(answer: Any, request: Any, where: str, think_end: str | None) -> Sequence[Any]:
+    """An answer, once for each repetition; texts are cut at the task's stops, None has no end of thoughts."""
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     if request.request_type == GENERATE:
         texts = answer if isinstance(answer, list) else [answer] * request.repeats
         if len(texts) == request.repeats and all(isinstance(each, str) for each in texts):
             stops = normalize_gen_kwargs(dict(request.args[1]))["until"]
-            return [postprocess_generated_text(each, [*stops], None) for each in texts]
+            return [
+                postprocess_generated_text(each, [*stops], think_end) if (think_end or "") in each else None
+                for each in texts
+            ]
         expected = "a text" if request.repeats == 1 else f"a text, or a list of {request.repeats}"
     else:
         pair = [answer, False] if request.request_type == ROLLING else answer

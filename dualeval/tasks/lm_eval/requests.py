@@ -13,9 +13,12 @@ from torch.nn.functional import cross_entropy
 from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns, WithColumns
 from dualeval.data.token_groups import collate_prompts, collate_sequences
 from dualeval.errors import UsageError
+from dualeval.models.answering import Answering
 from dualeval.models.text_models import CausalTokens, predicted
 from dualeval.tasks.lm_eval.figures import GENERATE, ROLLING
 from dualeval.tasks.lm_eval.library import Document, as_text
+from dualeval.tasks.options.base import AnswerOptions
+from dualeval.tasks.options.lm_eval import LmEvalOptions
 
 _MOST_NEW = 256
 # What a task may say of how text is generated, beside what changes nothing without sampling.
@@ -23,30 +26,45 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
 class Generation:
-    """How the texts of a task's requests are generated: greedily, cut at the first of its stops."""
+    """How the texts of a task's requests are generated, and cut at the first of its stops."""
 
-    def __init__(self, document: Document, settings: Mapping[str, Any], end: str) -> None:
+    def __init__(
+        self, document: Document, settings: Mapping[str, Any], asked: AnswerOptions, tokens: CausalTokens
+    ) -> None:
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
         given = normalize_gen_kwargs(dict(settings), _MOST_NEW)
-        if other := sorted(given.keys() - _KNOWN):
+        cuts = given["do_sample"] and (given.get("top_k") or 0) > 0
+        if other := sorted(given.keys() - (_KNOWN - {"top_k"} if cuts else _KNOWN)):
             raise UsageError(
                 f"task {document.task} generates with {other[0]} {given[other[0]]!r}, which is not done "
                 "here: leave it out in a YAML of your own that includes the task's."
             )
-        if given["do_sample"]:
+        if given["do_sample"] and not asked.temperature:
+            top_p = "" if given.get("top_p", 1) == 1 else f" --top-p {given['top_p']}"
             raise UsageError(
-                f"task {document.task} draws its texts at random (do_sample, temperature "
-                f"{given.get('temperature')}), and here they are the likeliest ones. Have another program "
-                "answer: dualeval requests, then dualeval score."
+                f"task {document.task} draws its texts at random, and here they are drawn only where that is "
+                f"typed: give --temperature {given.get('temperature') or 0.7}{top_p}, for all tasks. Or have "
+                "another program answer: dualeval requests, then dualeval score."
             )
-        self.most: int = given["max_gen_toks"]
-        self.stops = tuple(each for each in handle_stop_sequences([*given["until"]], eos=end) if each)
+        end = "".join(tokens.fast.decode(tokens.ends, skip_special_tokens=False))
+        self.stops = [each for each in handle_stop_sequences([*given["until"]], eos=end) if each]
+        self.answering = Answering(
+            tokens=tokens,
+            most=given["max_gen_toks"],
+            stops=self.stops,
+            think_end=asked.think_end,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.answers_seed,
+        )
 
-    def cut(self, text: str) -> str:
+    def text(self, ids: Sequence[int]) -> str | None:
+        """The text of generated tokens as the harness cuts it; None for thoughts without an end."""
         from lm_eval.models.utils import postprocess_generated_text
 
-        return str(postprocess_generated_text(text, [*self.stops], None))
+        text, is_thought = self.answering.thought(ids)
+        return str(postprocess_generated_text(text, self.stops, None)) if is_thought else None
 
 
 class Requests(WithColumns):
@@ -95,24 +113,23 @@ class EncodedRequests(Requests):
     """Requests as tokens of one model."""
 
     def __init__(
-        self, documents: Sequence[Document], keep: Sequence[str], tokens: CausalTokens, max_length: int
+        self, documents: Sequence[Document], asked: LmEvalOptions, tokens: CausalTokens, max_length: int
     ) -> None:
-        super().__init__(documents, keep)
+        super().__init__(documents, asked.keep)
         self.tokens, self.max_length = tokens, max_length
         # A text that begins so gets no further token of the beginning.
         self._prefix = tokens.fast.decode([tokens.prefix], skip_special_tokens=False)
-        end = "".join(tokens.fast.decode(tokens.ends, skip_special_tokens=False))
         self.generations: list[Generation] = []
         self._places: dict[str, int] = {}
         for document in documents:
             for request in document.requests:
                 if request.request_type == GENERATE and (key := as_text(request.args[1])) not in self._places:
                     self._places[key] = len(self.generations)
-                    self.generations.append(Generation(document, request.args[1], end))
+                    self.generations.append(Generation(document, request.args[1], asked, tokens))
         for each in self.generations:
-            if each.most >= max_length:
+            if (most := each.answering.most) >= max_length:
                 raise UsageError(
-                    f"a task asks for {each.most} new tokens (max_gen_toks), and the model sees {max_length} "
+                    f"a task asks for {most} new tokens (max_gen_toks), and the model sees {max_length} "
                     "at once (--max-length): no prompt has room. Set max_gen_toks in a YAML of your own that "
                     "includes the task's."
                 )
@@ -128,13 +145,18 @@ class EncodedRequests(Requests):
         return self.generations[self._places[as_text(request.args[1])]]
 
     def _encoded(self, document: Document) -> dict[str, Any]:
-        encoded, cut = [], False
+        encoded: list[dict[str, Any]] = []
+        cut = False
         for request in document.requests:
             if request.request_type == GENERATE:
                 place = self._places[as_text(request.args[1])]
-                tokens = self._encode(request.args[0])
-                kept = tokens[-(self.max_length - self.generations[place].most) :]
-                encoded.append({"prompt": torch.tensor(kept, dtype=torch.int32), "kind": place})
+                tokens, answering = self._encode(request.args[0]), self.generations[place].answering
+                kept = tokens[-(self.max_length - answering.most) :]
+                # Greedy answers to one prompt are all equal.
+                count = request.repeats if answering.temperature else 1
+                numbers = answering.numbers(f"{document.name} {len(encoded)}", count)
+                prompt = torch.tensor(kept, dtype=torch.int32)
+                encoded.append({"prompt": prompt, "kind": place, "numbers": numbers})
                 cut = cut or len(kept) < len(tokens)
                 continue
             pairs = self._windows(*request.args) if request.request_type == ROLLING else None
@@ -188,19 +210,22 @@ class EncodedRequests(Requests):
         requests = [each["requests"] for each in samples]
         windows = [[len(r["sequences"]) for r in of_one if "sequences" in r] for of_one in requests]
         scored = [[s for r in of_one if "sequences" in r for s in r["sequences"]] for of_one in requests]
-        prompts = [r for of_one in requests for r in of_one if "prompt" in r]
+        asked = [[r for r in of_one if "prompt" in r] for of_one in requests]
+        prompts = [
+            (r["kind"], r["prompt"], each) for of_one in asked for r in of_one for each in r["numbers"]
+        ]
         generated: list[dict[str, Any]] = []
         order: list[tuple[int, int, int]] = [(0, 0, 0)] * len(prompts)
-        for kind in sorted({each["kind"] for each in prompts}):
-            places = [place for place, each in enumerate(prompts) if each["kind"] == kind]
-            most = self.generations[kind].most
-            joined = collate_prompts([prompts[place]["prompt"] for place in places], most)
+        for kind in sorted({kind for kind, *_ in prompts}):
+            places = [place for place, each in enumerate(prompts) if each[0] == kind]
+            _, texts, numbers = zip(*(prompts[place] for place in places), strict=True)
+            joined = collate_prompts(texts, numbers, self.generations[kind].answering.most)
             rows = [
                 (number, row) for number, group in enumerate(joined["groups"]) for row in range(len(group))
             ]
             for place, at in zip(places, joined["places"].tolist(), strict=True):
                 order[place] = (len(generated), *rows[at])
-            generated.append({"kind": kind, "groups": joined["groups"]})
+            generated.append({"kind": kind, "groups": joined["groups"], "numbers": joined["numbers"]})
         return {
             **collate_sequences(scored),
             "generated": generated,
@@ -209,10 +234,14 @@ class EncodedRequests(Requests):
             # Of each request how many sequences it has, and of each document how many such requests.
             "windows": torch.tensor([count for each in windows for count in each], dtype=torch.int64),
             "scored": torch.tensor([len(each) for each in windows], dtype=torch.int64),
+            # Of each document how many texts are generated, and of how many tokens.
+            "texts": torch.tensor(
+                [sum(len(r["numbers"]) for r in each) for each in asked], dtype=torch.int64
+            ),
             "new_tokens": torch.tensor(
                 [
-                    sum(self.generations[r["kind"]].most for r in of_one if "prompt" in r)
-                    for of_one in requests
+                    sum(len(r["numbers"]) * self.generations[r["kind"]].answering.most for r in each)
+                    for each in asked
                 ],
                 dtype=torch.int64,
             ),
@@ -237,13 +266,3 @@ def scores_of(model: nn.Module, group: Mapping[str, Any]) -> tuple[Tensor, Tenso
         lls.append(-cross_entropy(logits, targets, reduction="none").double().sum())
         likeliest.append((logits.argmax(1) == targets).all())
     return torch.stack(lls), torch.stack(likeliest)
-
-
-def ends_of(tokens: CausalTokens, generation: Generation, stops: Sequence[int], count: int) -> Tensor:
-    """Which of ``count`` tokens end a text: the model's, and those that hold a stop of the task."""
-    ends = torch.zeros(count, dtype=torch.bool)
-    ends[[each for each in stops if each < count]] = True
-    for token in range(min(count, tokens.count)):
-        text = tokens.fast.decode([token])
-        ends[token] |= any(stop in text for stop in generation.stops)
-    return ends

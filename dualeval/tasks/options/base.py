@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,15 +10,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dualeval.errors import UsageError
 from dualeval.models.weights import check_weights_file, function_beside, is_path_of_weights, is_published_name
-from dualeval.options.choices import CLASS_ORDERS, DATA_FINGERPRINTS, QUOTINGS, check_mean, check_std
-from dualeval.options.fields import check_fields, option
+from dualeval.options.choices import (
+    CLASS_ORDERS,
+    DATA_FINGERPRINTS,
+    QUOTINGS,
+    check_kind,
+    check_mean,
+    check_std,
+)
+from dualeval.options.fields import check_fields, flag_of, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.models.sources.source import ModelSource
     from dualeval.tasks import Task
 
-MODEL, DATA, IMAGES, TEXTS = "Model", "Data", "Images", "Texts"
+MODEL, DATA, IMAGES, TEXTS, TOKENS = "Model", "Data", "Images", "Texts", "Tokens"
+# What only drawn answers have, with what it is without.
+DRAWING = {"top_p": 1.0, "answers_per_prompt": 1, "answers_seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +137,31 @@ class TextOptions(ModelOptions):
     trust_checkpoint: bool = option(
         False, "Read checkpoints that run code, such as pickled models.", group=MODEL
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How a language model answers prompts."""
+
+    think_end: str | None = option(
+        None, "Tag after which the answer begins, such as </think> (prompts).", group=TOKENS, metavar="TAG"
+    )
+    temperature: float = option(0.0, "Draw answers; 0: greedy ones (prompts).", group=TOKENS)
+    top_p: float = option(1.0, "Draw from the likeliest tokens with this sum (prompts).", group=TOKENS)
+    answers_seed: int = option(0, "Another number draws other answers.", group=TOKENS, least=0)
+
+    def check_answers(self) -> None:
+        is_positive = 0 <= self.temperature < math.inf
+        check_kind("--temperature", self.temperature, is_positive, "0 or a positive number")
+        check_kind("--top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
+        check_kind("--think-end", "", self.think_end != "", "a text")
+        drawing = [
+            flag_of(name) for name, without in DRAWING.items() if getattr(self, name, without) != without
+        ]
+        if drawing and not self.temperature:
+            raise UsageError(
+                f"{' and '.join(drawing)}: greedy answers are all equal. Give --temperature, such as 0.7."
+            )
 
 
 def start_of_texts(library_class: str, data: str) -> Mapping[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +11,11 @@ from typing import ClassVar
 from dualeval.errors import UsageError
 from dualeval.options.choices import IGNORED, check_choice, check_kind
 from dualeval.options.fields import option
-from dualeval.tasks.options.base import DATA, TextOptions, same, start_of_texts
-
-_TOKENS = "Tokens"
-# What only drawn answers have, with what it is without.
-DRAWING = {"top_p": 1.0, "answers_per_prompt": 1, "answers_seed": 0}
+from dualeval.tasks.options.base import DATA, TOKENS, AnswerOptions, TextOptions, same, start_of_texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelingOptions(TextOptions):
+class LanguageModelingOptions(AnswerOptions, TextOptions):
     """Perplexity of texts, multiple choice or greedy answers."""
 
     start: ClassVar[Mapping[str, str]] = start_of_texts("AutoModelForCausalLM", "texts")
@@ -55,47 +50,32 @@ class LanguageModelingOptions(TextOptions):
     max_length: int | None = option(
         None,
         "Maximum tokens that the model sees at once.",
-        group=_TOKENS,
+        group=TOKENS,
         least=2,
         shown="the model's, at most 2048",
     )
     stride: int | None = option(
-        None, "Tokens that each window predicts (texts).", group=_TOKENS, least=1, shown="max-length"
+        None, "Tokens that each window predicts (texts).", group=TOKENS, least=1, shown="max-length"
     )
-    target_delimiter: str = option(" ", "Text between context and choice.", group=_TOKENS, shown="a space")
-    max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=_TOKENS, least=1)
-    stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=_TOKENS)
+    target_delimiter: str = option(" ", "Text between context and choice.", group=TOKENS, shown="a space")
+    max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=TOKENS, least=1)
+    stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=TOKENS)
     stop: tuple[str, ...] = option(
-        (), "Text that ends an answer (prompts).", group=_TOKENS, metavar="TEXT", is_repeated=True
-    )
-    think_end: str | None = option(
-        None, "Tag after which the answer begins, such as </think> (prompts).", group=_TOKENS, metavar="TAG"
+        (), "Text that ends an answer (prompts).", group=TOKENS, metavar="TEXT", is_repeated=True
     )
     extract: str | None = option(
-        None, "Regular expression whose last match is the answer (prompts).", group=_TOKENS, metavar="REGEX"
+        None, "Regular expression whose last match is the answer (prompts).", group=TOKENS, metavar="REGEX"
     )
-    temperature: float = option(0.0, "Draw answers; 0: greedy ones (prompts).", group=_TOKENS)
-    top_p: float = option(1.0, "Draw from the likeliest tokens with this sum (prompts).", group=_TOKENS)
-    answers_per_prompt: int = option(1, "Answers drawn to each prompt.", group=_TOKENS, least=1, metavar="K")
-    answers_seed: int = option(0, "Another number draws other answers.", group=_TOKENS, least=0)
-    ignore: tuple[str, ...] = option(IGNORED, "What to ignore in answers, or none (prompts).", group=_TOKENS)
+    answers_per_prompt: int = option(1, "Answers drawn to each prompt.", group=TOKENS, least=1, metavar="K")
+    ignore: tuple[str, ...] = option(IGNORED, "What to ignore in answers, or none (prompts).", group=TOKENS)
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in self.ignore if self.ignore != ("none",) else ():
             check_choice("--ignore", each, (*IGNORED, "none"))
-        check_kind(
-            "--temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or a positive number"
-        )
-        check_kind("--top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1")
-        drawing = [f"--{name.replace('_', '-')}" for name in DRAWING if getattr(self, name) != DRAWING[name]]
-        if drawing and not self.temperature:
-            raise UsageError(
-                f"{' and '.join(drawing)}: greedy answers are all equal. Give --temperature, such as 0.7."
-            )
-        for name, texts in (("--stop", self.stop), ("--think-end", (self.think_end,))):
-            check_kind(name, "", "" not in texts, "a text")
+        self.check_answers()
+        check_kind("--stop", "", "" not in self.stop, "a text")
         try:
             re.compile(self.extract or "")
         except re.error as error:

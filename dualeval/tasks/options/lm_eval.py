@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.errors import UsageError
 from dualeval.options.fields import check_fields, option
-from dualeval.tasks.options.base import DATA, TextOptions
+from dualeval.tasks.options.base import DATA, AnswerOptions, TextOptions
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -71,6 +71,9 @@ class RequestOptions(PromptOptions):
 class ScoredOptions(RequestOptions):
     """Answers of another program to these requests."""
 
+    think_end: str | None = option(
+        None, "Tag after which an answer begins, such as </think>.", group=_PROMPTS, metavar="TAG"
+    )
     answers: Path = option(help="Answers: JSON lines with task, document, index, answer.", metavar="FILE")
 
     def make(self) -> Task:
@@ -80,7 +83,7 @@ class ScoredOptions(RequestOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmEvalOptions(PromptOptions, TextOptions):
+class LmEvalOptions(PromptOptions, AnswerOptions, TextOptions):
     """Tasks of lm-evaluation-harness, with its prompts and figures."""
 
     # The requests, and answers to them in a file.
@@ -93,6 +96,10 @@ class LmEvalOptions(PromptOptions, TextOptions):
         return {
             "harness": "the figures of tasks and groups, as the harness computes them",
             "cut_contexts": "documents with a prompt that was too long and lost its beginning",
+            "at_token_limit": "generated texts that were cut at the task's max_gen_toks",
+            "nan_logits": "generated texts that met a NaN",
+            "empty_answers": "generated texts without anything",
+            "unfinished_thinking": "generated texts without --think-end",
         }
 
     max_length: int | None = option(
@@ -103,3 +110,4 @@ class LmEvalOptions(PromptOptions, TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_prompts()
+        self.check_answers()
