@@ -12,6 +12,8 @@ from dualeval.vision_library import torchvision
 from tests.docs.test_readme import first_example
 from tests.vehicles import masked_pictures, texts
 from tests.vehicles.causal_models import save_causal
+from tests.vehicles.coco_data import write_coco
+from tests.vehicles.made_detectors import write_detector
 from tests.vehicles.questions import save_tiny_bert, write_questions
 
 
@@ -26,6 +28,10 @@ def make(clone: Path, pictures: Path) -> None:
     masked_pictures.write_pictures(clone, 1)
     network = torchvision().models.segmentation.fcn_resnet50(weights=None, weights_backbone=None)
     torch.save(network.state_dict(), clone / "masks.pt")
+    boxes, annotations = write_coco(clone / "made", 4)
+    boxes.rename(clone / "val2017")
+    annotations.rename(clone / "instances_val2017.json")
+    write_detector(clone / "models/rtdetr", "rt_detr")
     texts.save_classifier(clone / "models/bert-sst2")
     texts.write(clone / "dev.csv", texts.rows(4))
     save_causal(clone / "models/gpt2")
