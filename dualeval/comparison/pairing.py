@@ -78,7 +78,7 @@ def open_run(folder: str | Path) -> ComparedRun:
 def _resampled_metrics(folder: Path) -> dict[str, Any]:
     """By figure, the metrics of a run that compare by drawing samples again, made as its job.json says."""
     options = read_job(folder)["job"].get("metric_options") or {} if (folder / JOB).is_file() else {}
-    found = {}
+    found = dict[str, Any]()
     for each in options.values():
         module, _, name = str(each.get("class") if isinstance(each, dict) else "").rpartition(".")
         if (module, name) == _RESAMPLED:
