@@ -180,6 +180,7 @@ def _estimate_resampled(
         difference=ResampledDifference(
             value=difference.value,
             error=0.0 if spread is None else spread.error,
+            bias=0.0 if spread is None else spread.bias,
             units=units,
             clustered=clusters is not None,
             drawn=len(pairs) if independent is None else independent,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -247,12 +247,15 @@ class ClusteredProportionDifference:
 class ResampledDifference(MeanDifference):
     """The difference of two figures of all samples together, as average precision is.
 
-    The standard error is the deviation of the differences when the same samples are drawn again for both
-    (B. Efron, Annals of Statistics 7, 1979). ``units`` is one more than the degrees of freedom.
+    Student's t, of the difference and of the same without its bias: the interval ends where the farther of
+    the two does, and the larger p-value counts. The standard error is the deviation of the differences when
+    the same samples are drawn again for both (B. Efron, Annals of Statistics 7, 1979).
     """
 
     skewness: float = 0.0
-    # How many samples, or clusters, were drawn.
+    # By how much the mean of the resamples' differences is above the value.
+    bias: float
+    # How many samples, or clusters, were drawn; `units` is one more than the degrees of freedom.
     drawn: int
 
     @property
@@ -263,6 +266,14 @@ class ResampledDifference(MeanDifference):
     @property
     def test(self) -> str:
         return "paired bootstrap" + (" by cluster" if self.clustered else "")
+
+    def p_value(self) -> float:
+        without = replace(self, value=self.value - self.bias, bias=0.0) if self.bias else None
+        return max(super().p_value(), 0.0 if without is None else without.p_value())
+
+    def bounds(self, tail: float) -> tuple[float, float]:
+        low, high = super().bounds(tail)
+        return low - max(0.0, self.bias), high - min(0.0, self.bias)
 
 
 Difference: TypeAlias = MeanDifference | ProportionDifference | ClusteredProportionDifference

@@ -52,7 +52,7 @@ def worse(made: MadeCoco, dropped: float) -> MadeCoco:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    made = {"a": MADE, "same": MADE, "worse": worse(MADE, 0.6), "little": worse(MADE, 0.02)}
+    made = {"a": MADE, "same": MADE, "worse": worse(MADE, 0.85), "little": worse(MADE, 0.02)}
     for name, each in made.items():
         dualeval.evaluate(task_of(each), out=folder / name, launcher="none", workers=0)
     return {name: folder / name for name in made}

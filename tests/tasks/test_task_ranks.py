@@ -68,8 +68,8 @@ JOBS = {
     ),
     "objects": Job(
         task="detection",
-        words="--model tests.vehicles.coco_data:finder --weights random:0 --data val2017 --iou-type bbox,segm "
-        "--batch-size 5 --bootstrap 0 --order shape --workers 0",
+        words="--model tests.vehicles.coco_data:finder --weights random:0 --data val2017 "
+        "--iou-type bbox,segm --batch-size 5 --bootstrap 0 --order shape --workers 0",
     ),
     "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
     "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),

@@ -21,6 +21,8 @@ from dualeval.metrics.intervals import few_decide, student_95
 _AT_ONCE = 100
 # Figures that differ by less differ by rounding alone.
 _ROUNDING = 2.0**-40
+# Decimals of the ends of an interval.
+_DIGITS = 9
 
 _Floats = npt.NDArray[np.float64]
 
@@ -233,7 +235,8 @@ def interval(figure: Resampled) -> tuple[tuple[float, float], str | None] | None
     centre = min(max(figure.value - spread.bias, spread.error), 1 - spread.error)
     half = student_95(max(1.0, spread.degrees)) * spread.error / (centre * (1 - centre))
     logit = math.log(centre / (1 - centre))
-    low, high = (1 / (1 + math.exp(-at)) for at in (logit - half, logit + half))
+    # Rounded: exp and log have other last bits on other machines, where ``dualeval verify`` wants the same.
+    low, high = (round(1 / (1 + math.exp(-at)), _DIGITS) for at in (logit - half, logit + half))
     few = few_decide(int(figure.units.max()), 0.0, "images", most=int(spread.degrees) + 1)
     return (min(low, figure.value), max(high, figure.value)), few
 
