@@ -180,6 +180,7 @@ def figures(
     with redirect_stdout(None):
         truth = COCO(str(annotations))
         evaluation = COCOeval(truth, truth.loadRes(str(path)), kind)
+        evaluation.params.imgIds = [row["image_id"] for row in rows]
         if kind == "keypoints":
             evaluation.params.kpt_oks_sigmas = np.array(SIGMAS)
         else:

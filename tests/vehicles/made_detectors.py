@@ -110,14 +110,40 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
+def _mask2former() -> tuple[Any, Any]:
+    backbone = transformers.SwinConfig(
+        image_size=64,
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = transformers.Mask2FormerConfig(
+        backbone_config=backbone,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=16,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        dim_feedforward=16,
+        num_queries=8,
+        num_labels=4,
+    )
+    return config, transformers.Mask2FormerImageProcessor(size=_SHORTEST, size_divisor=32)
+
+
 def write_detector(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Write a network with drawn weights and its processor."""
-    config, processor = FAMILIES[family]()
+    """Write a network with drawn weights and its processor; "mask2former" gives masks."""
+    config, processor = _mask2former() if family == "mask2former" else FAMILIES[family]()
     config.id2label = _LABELS
     config.label2id = {name: label for label, name in _LABELS.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForObjectDetection.from_config(config)
+        kind = "UniversalSegmentation" if family == "mask2former" else "ObjectDetection"
+        model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

@@ -297,7 +297,7 @@ class Detection(PictureTask):
             if bad.any():
                 raise UsageError(
                     f"{begin} {name} that are NaN or infinite, of {int(bad.sum())} of {len(bad)} detections, "
-                    f"first in {named(int(bad.nonzero()[0]))}. With --precision float32 they may be finite."
+                    f"first in {named(int(bad.nonzero()[0]))}. With --precision fp32 they may be finite."
                 )
         if (boxes := found.get("boxes")) is None:
             return

@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from pycocotools import mask
 from torch import Tensor, nn
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from dualeval.tasks.detection import Detection
+from dualeval.tasks.detection.masks import runs_of
 from dualeval.tasks.detection.matches import Matches, match
 from dualeval.tasks.detection.pictures import padded
 from tests.engine.test_evaluator import evaluate
@@ -183,6 +185,36 @@ def test_a_network_gives_what_its_own_processor_makes_of_it(home: Path, tmp_path
         torch.testing.assert_close(torch.tensor(row["scores"]), found["scores"][counted])
     assert any(row["labels"] for row in kept)
     assert result.labels["rule"] == "names of categories"
+
+
+def test_masks_of_a_batch_are_those_of_each_picture_without_its_padding(home: Path, tmp_path: Path) -> None:
+    folder = write_detector(tmp_path / "mask2former", "mask2former")
+    given = {"model": f"hf:{folder}", "iou_type": ["segm"]}
+    alone = evaluate(task(home, **given), tmp_path / "out", batch_size=1, limit=6)
+    kept = rows(tmp_path / "out")
+    model = transformers.AutoModelForUniversalSegmentation.from_pretrained(folder).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    categories = [3, 7, 12, None]
+    for row in kept:
+        picture = Image.open(home / "pictures" / row["id"]).convert("RGB")
+        with torch.inference_mode():
+            outputs = model(**processor(images=picture, return_tensors="pt"))
+        [found] = processor.post_process_instance_segmentation(
+            outputs, threshold=0.0, target_sizes=[picture.size[::-1]], return_binary_maps=True
+        )
+        segments = [each for each in found["segments_info"] if categories[each["label_id"]] is not None]
+        assert row["labels"] == [categories[each["label_id"]] for each in segments]
+        torch.testing.assert_close(row["scores"], [each["score"] for each in segments])
+        areas = [mask.area(each) for each in runs_of(row["masks"])]
+        assert areas == [int(found["segmentation"][each["id"]].sum()) for each in segments]
+    assert alone.metrics["mask_ap"] == figures(home / "instances.json", kept, "segm")[0]
+    # Padding moves a few pixels through the network's own layers; masks that were stretched would not fit.
+    evaluate(task(home, **given), tmp_path / "batch", batch_size=6, limit=6)
+    for row, other in zip(kept, rows(tmp_path / "batch"), strict=True):
+        assert len(row["labels"]) == len(other["labels"])
+        both = (runs_of(each["masks"]) for each in (row, other))
+        overlaps = [float(mask.iou([a], [b], [0])[0, 0]) for a, b in zip(*both, strict=True)]
+        assert np.mean(overlaps) > 0.9
 
 
 def test_a_batch_is_padded_as_the_processor_pads_it(home: Path, tmp_path: Path) -> None:
