@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.metrics.intervals import few_decide, from_cubic
+from dualeval.metrics.intervals import SHOWN_FROM_RESAMPLED, few_decide, from_cubic
 
 LEVEL = 0.05
 POWER = 0.8
@@ -261,7 +261,7 @@ class ResampledDifference(MeanDifference):
     @property
     def rough(self) -> str | None:
         units = "clusters" if self.clustered else "samples"
-        return few_decide(self.drawn, self.skewness, units, most=self.units)
+        return few_decide(self.drawn, self.skewness, units, most=self.units, least=SHOWN_FROM_RESAMPLED)
 
     @property
     def test(self) -> str:

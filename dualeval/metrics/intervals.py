@@ -17,6 +17,8 @@ from typing import TypeAlias
 NORMAL_95 = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 # Of fewer samples or clusters in effect benchmarks/coverage.py has not shown that intervals of means cover.
 _SHOWN_FROM = 30
+# Nor, of fewer images in effect, benchmarks/detection_intervals.py that those of average precision do.
+SHOWN_FROM_RESAMPLED = 100
 # The means of Poisson variables that are at least 1, 2 and 3 in 5 % of all cases.
 _FEW = (0.05129329438755053, 0.35536151069866195, 0.8176914471639534)
 
@@ -103,7 +105,9 @@ class Spread:
         return few_decide(self.samples, self.skewness, "samples", most=self.effective)
 
 
-def few_decide(count: int, skewness: float, units: str, *, most: int | None = None) -> str | None:
+def few_decide(
+    count: int, skewness: float, units: str, *, most: int | None = None, least: int = _SHOWN_FROM
+) -> str | None:
     """Why an interval may be too short where few of a number of samples decide their mean; None if enough do.
 
     In effect N / (1 + skewness**2) do, and at most ``most``: k, where k of many are 1 and all others 0. What
@@ -111,12 +115,12 @@ def few_decide(count: int, skewness: float, units: str, *, most: int | None = No
     Transactions A 216, 1916), and small for symmetric heavy tails, too, where intervals cover.
     """
     effective = min(count / (1 + skewness * skewness), count if most is None else most)
-    if effective >= _SHOWN_FROM:
+    if effective >= least:
         return None
     of = f"it comes from {count} {units}"
-    if count >= _SHOWN_FROM:
+    if count >= least:
         of = f"the value depends on about {max(1, math.floor(effective))} of {count} {units}"
-    return f"{of}, and with fewer than {_SHOWN_FROM} it may be too short: evaluate more {units}"
+    return f"{of}, and with fewer than {least} it may be too short: evaluate more {units}"
 
 
 def spread_of_mean(samples: int, total: int, squares: int, cubes: int, unit_bits: int) -> Spread | None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from dualeval.metrics.detection.figures import Figure
-from dualeval.metrics.intervals import few_decide, student_95
+from dualeval.metrics.intervals import SHOWN_FROM_RESAMPLED, few_decide, student_95
 
 # Resamples at a time: their matrices stay in a processor's cache.
 _AT_ONCE = 100
@@ -237,7 +237,8 @@ def interval(figure: Resampled) -> tuple[tuple[float, float], str | None] | None
     logit = math.log(centre / (1 - centre))
     # Rounded: exp and log have other last bits on other machines, where ``dualeval verify`` wants the same.
     low, high = (round(1 / (1 + math.exp(-at)), _DIGITS) for at in (logit - half, logit + half))
-    few = few_decide(int(figure.units.max()), 0.0, "images", most=int(spread.degrees) + 1)
+    effective = int(spread.degrees) + 1
+    few = few_decide(int(figure.units.max()), 0.0, "images", most=effective, least=SHOWN_FROM_RESAMPLED)
     return (min(low, figure.value), max(high, figure.value)), few
 
 

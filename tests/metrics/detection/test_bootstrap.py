@@ -78,7 +78,7 @@ def test_intervals_hold_the_figure_and_say_where_few_images_decide() -> None:
         assert 0 < low < measured.values[key] < high < 1  # type: ignore[operator]
     assert metric.compute(made.columns()) == measured
     few = metric.compute(made.columns(made.images[:12])).rough
-    assert "fewer than 30 it may be too short: evaluate more images" in few["ap"]
+    assert "fewer than 100 it may be too short: evaluate more images" in few["ap"]
 
 
 def test_a_figure_that_no_resample_changes_has_no_interval() -> None:
