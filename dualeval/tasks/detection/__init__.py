@@ -331,7 +331,8 @@ class Detection(PictureTask):
         }
 
     def notes(self) -> list[str]:
-        pads = self._processor is not None and getattr(self._processor, "do_pad", False)
+        # A processor that pads gives a mask behind the colours.
+        pads = self._processor is not None and len(self._dataset.placeholder(0)) > 3
         padding = (
             "pictures of a batch are padded to its largest, which changes this network's numbers: the batch "
             f"size counts, and the order (--order {self._options.order})."
