@@ -324,6 +324,12 @@ def _agreement(pairs: Pairs) -> int | None:
     for name in PREDICTION_COLUMNS:
         columns = pairs.columns(name)
         if columns and not pyarrow.types.is_nested(columns[0].type) and columns[0].type == columns[1].type:
+            # Of tasks that predict nothing in words all texts are empty.
+            if all(
+                pyarrow.types.is_large_string(each.type) and {*each.unique().to_pylist()} <= {"", None}
+                for each in columns
+            ):
+                continue
             return int(same_entries(*columns).sum())
     return None
 

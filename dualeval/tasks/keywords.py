@@ -74,7 +74,7 @@ class DetectionKeywords(TypedDict, total=False):
     boxes_in: Literal["picture", "input"]
     iou_type: Sequence[str]
     sigmas: Sequence[float] | None
-    score_threshold: float
+    score_threshold: float | None
     max_detections: int | None
     bootstrap: int
     data_fingerprint: Literal["ends", "content"]

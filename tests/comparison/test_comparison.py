@@ -350,6 +350,12 @@ def test_failed_samples_are_left_out_with_a_note(runs: tuple[Path, Path], tmp_pa
     assert found.metrics["top1"].samples == COUNT - 4
 
 
+def test_predictions_that_are_all_empty_agree_in_nothing(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    empty = pyarrow.array([""] * COUNT, pyarrow.large_string())
+    a, b = (changed(run, tmp_path / run.name, lambda rows: put(rows, "prediction", empty)) for run in runs)
+    assert dualeval.compare(a, b).agreement is None
+
+
 def test_another_order_is_joined_by_id(runs: tuple[Path, Path], tmp_path: Path) -> None:
     order = np.random.default_rng(7).permutation(COUNT)
     other: dict[str, Any] = {"data": {"fingerprint": "else"}, "samples_digest": "5a" * 32}

@@ -161,11 +161,13 @@ def test_chats_are_written_as_the_harness_has_them_written(made: Made, family: s
     theirs = types.SimpleNamespace(tokenizer=tokenizer, chat_template_args={})
     turns = ("system", "Be short. "), ("user", " One? "), ("assistant", "Two."), ("user", "Three?")
     messages = [{"role": role, "content": text} for role, text in turns]
-    ours = template_of(tokenizer, made["llama"])
+    warnings: list[str] = []
+    ours = template_of(tokenizer, made["llama"], warnings.append)
     for ends in (True, False):
         said = [*messages, *([] if ends else [{"role": "assistant", "content": "Four"}])]
         wanted = HFLM.apply_chat_template(theirs, said, add_generation_prompt=ends)
         assert ours(said, add_generation_prompt=ends) == wanted
+    assert ["takes no system message" in each for each in warnings] == [True] * 2 * (family == "gemma")
 
 
 def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path: Path) -> None:

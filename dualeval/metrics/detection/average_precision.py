@@ -177,6 +177,7 @@ class AveragePrecision:
             values=values,
             intervals={key: ends for key, (ends, _) in found.items()},
             rough={key: why for key, (_, why) in found.items() if why is not None},
+            warnings=_shifted(evaluation),
             units=dict.fromkeys(self.figures, FRACTION),
             directions=dict.fromkeys(self.figures, "higher"),
         )
@@ -275,6 +276,21 @@ class AveragePrecision:
             }
             for place, (number, name) in enumerate(self.categories.items())
         }
+
+
+def _shifted(evaluation: Any) -> tuple[str, ...]:
+    """A warning where the ids of all detections are those of the objects, but for 1 more or less."""
+    true, found = (
+        {each["category_id"] for each in coco.anns.values()}
+        for coco in (evaluation.cocoGt, evaluation.cocoDt)
+    )
+    for shift in (1, -1):
+        if true and true != found and {each + shift for each in true} == found:
+            return (
+                f"objects have the categories {min(true)} to {max(true)}, and detections {min(found)} to "
+                f"{max(found)}: the labels may be {'above' if shift > 0 else 'below'} the ids by 1",
+            )
+    return ()
 
 
 def _check_sizes(truth: Instances, detections: Instances) -> None:

@@ -22,6 +22,7 @@ from dualeval.metrics.scores import FRACTION
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.detection import detectors
+from dualeval.tasks.detection.annotations import COCO_KEYPOINTS
 from dualeval.tasks.detection.categories import CategoryMap, category_map, names_from, renamed_from
 from dualeval.tasks.detection.detectors import (
     GIVEN,
@@ -38,9 +39,10 @@ from dualeval.tasks.keywords import DetectionKeywords
 from dualeval.tasks.options.detection import DetectionOptions
 from dualeval.tasks.picture_task import ChosenPreprocessing, PictureTask, named_preprocessing
 
-# Of a batch so many boxes, all between 0 and 1, are no pixels.
-_FEW_BOXES = 10
-_UNIT = 1.5
+# Boxes that all end before it are no pixels, but of pictures as small as the next.
+_UNIT, _FEW = 1.5, 10
+# Of a batch's boxes; a network's own lie in the picture, or are cut there.
+_MOST_BEYOND = 0.2
 # By what is compared, what is known of objects.
 _TRUTH = {
     "bbox": ("boxes", "labels", "areas", "crowds"),
@@ -103,6 +105,8 @@ class Detection(PictureTask):
             annotations=None if annotations is None else Path(annotations),
         )
         self._kinds = settings.iou_type
+        if settings.sigmas and "keypoints" not in self._kinds:
+            raise UsageError("--sigmas is of keypoints: leave it out, or give --iou-type keypoints.")
         arguments, trust = dict(model_arguments or {}), settings.trust_checkpoint
         source = detector_of(model, arguments, kinds=self._kinds, trust=trust)
         super().__init__(source, settings.weights, settings)
@@ -113,6 +117,7 @@ class Detection(PictureTask):
             settings.annotations,
             self._preprocessing.values,
             kinds=self._kinds,
+            points=len(settings.sigmas) if settings.sigmas else COCO_KEYPOINTS,
             keep=settings.keep,
             orientation=settings.orientation,
             order=settings.order,
@@ -125,6 +130,11 @@ class Detection(PictureTask):
 
     def _chosen(self, source: Any, preprocessing: Any) -> ChosenPreprocessing:
         if isinstance(source, TransformersDetector):
+            if self._scales:
+                raise UsageError(
+                    f"--boxes-in input: the image processor of {source.name} gives pixels of the picture. "
+                    "Leave it out."
+                )
             if preprocessing is not None:
                 raise UsageError(
                     f"--preprocessing: the image processor of {source.name} prepares pictures. Leave it out."
@@ -219,16 +229,29 @@ class Detection(PictureTask):
             points = torch.cat([*columns["keypoints"]])
             scale = torch.nn.functional.pad(ratio, (0, 1), value=1.0)
             found["keypoints"] = points * scale.repeat(1, points.shape[1] // 3)
-        self._check(found, sizes, lambda at: self._dataset.id(samples[int(places[at])]))
+        self._check(found, sizes, places, lambda at: self._dataset.id(samples[int(places[at])]))
         ids = self._ids_of(labels)
-        keep = (ids >= 0) & (scores >= self._options.score_threshold)
+        keep, threshold = ids >= 0, self._options.score_threshold
+        if threshold is not None:
+            keep &= scores >= threshold
         counts = torch.bincount(places[keep], minlength=len(lengths))
         result: dict[str, Any] = {
             name: Ragged(values[keep], counts) for name, values in ({**found, "labels": ids}).items()
         }
         if "segm" in self._kinds:
             kept = torch.split(keep, lengths.tolist())
-            each = zip(columns["masks"], kept, sizes.tolist(), samples, strict=True)
+            if (
+                "mask_size" in columns
+                and (wrong := (columns["mask_size"] != sizes).any(1) & (lengths > 0)).any()
+            ):
+                at = int(wrong.nonzero()[0])
+                height, width = columns["mask_size"][at].tolist()
+                raise UsageError(
+                    f"the model {self._model.name} gave masks of {height} x {width} (height x width) for "
+                    f"{self._dataset.id(samples[at])}, which has {sizes[at, 0]} x {sizes[at, 1]}: "
+                    "expected masks of the picture's own size."
+                )
+            each = zip(columns["masks"], kept, sizes.tolist(), strict=True)
             result["masks"] = Text([self._masks(*of_picture) for of_picture in each])
         result |= annotations.columns(samples)
         return {**result, **self._matches(result)}
@@ -263,22 +286,25 @@ class Detection(PictureTask):
             },
         }
 
-    def _masks(self, masks: Any, keep: Tensor, size: list[int], sample: int) -> str:
+    @staticmethod
+    def _masks(masks: Any, keep: Tensor, size: list[int]) -> str:
         """The masks of a picture that count."""
         if isinstance(masks, Tensor):
-            if len(masks) != len(keep) * size[0] * size[1]:
-                pixels, name = f"{len(masks) // max(len(keep), 1):,}", self._dataset.id(sample)
-                raise UsageError(
-                    f"the model {self._model.name} gave masks of {pixels} pixels for {name}, which has "
-                    f"{size[1]} x {size[0]}: expected masks of the picture's own size."
-                )
-            return as_text(size[0], size[1], codes_of(masks.view(-1, size[0], size[1])[keep]))
+            # Without an object there is no pixel, of what size soever.
+            of_objects = masks.view(len(keep), size[0], size[1]) if len(keep) else masks.view(0, *size)
+            return as_text(size[0], size[1], codes_of(of_objects[keep]))
         return as_text(size[0], size[1], [*compress(masks, keep.tolist())])
 
     def _ids_of(self, labels: Tensor) -> Tensor:
         """The category of each label; -1 for one that does not count."""
         distinct, places = torch.unique(labels, return_inverse=True)
         known = self._dataset.annotations.categories
+        if unnamed := self._categories.without_name(distinct.tolist()):
+            raise UsageError(
+                f"the model {self._model.name} gives the labels {listed(map(str, unnamed))}, and "
+                "--category-names, or the model's own names, end before: give the name of each label from 0 "
+                "on, background for one that is none."
+            )
         ids = [self._categories.of_label(int(label)) for label in distinct]
         if other := [each for each in ids if each is not None and each not in known]:
             raise UsageError(
@@ -289,7 +315,9 @@ class Detection(PictureTask):
             )
         return torch.tensor([-1 if each is None else each for each in ids], dtype=torch.int64)[places]
 
-    def _check(self, found: Mapping[str, Tensor], sizes: Tensor, named: Callable[[int], str]) -> None:
+    def _check(
+        self, found: Mapping[str, Tensor], sizes: Tensor, places: Tensor, named: Callable[[int], str]
+    ) -> None:
         """Refuse detections that are not what they are taken for."""
         begin = f"the model {self._model.name} gave"
         for name, values in found.items():
@@ -309,11 +337,18 @@ class Detection(PictureTask):
                 f"{[round(each, 2) for each in boxes[at].tolist()]} in {named(at)}: expected x1, y1, x2, y2. "
                 "Of x, y, width, height return torch.cat([b[:, :2], b[:, :2] + b[:, 2:]], 1)."
             )
-        is_unit = len(boxes) >= _FEW_BOXES and boxes.abs().max() <= _UNIT
-        if is_unit and sizes.min() > _FEW_BOXES:
+        if len(boxes) > 1 and boxes.abs().max() <= _UNIT and sizes.min() > _FEW:
             raise UsageError(
                 f"{begin} boxes between 0 and 1, expected pixels of the picture: multiply them by its width "
                 "and height; or by those of the input, and type --boxes-in input."
+            )
+        centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+        beyond = ((centres < 0) | (centres > sizes.flip(1)[places])).any(1)
+        if len(boxes) >= _FEW and beyond.float().mean() > _MOST_BEYOND:
+            raise UsageError(
+                f"{begin} {int(beyond.sum())} of {len(boxes)} boxes whose centre lies outside of their "
+                f"picture, first in {named(int(beyond.nonzero()[0]))}: expected pixels of the picture. If "
+                "they are of the input that a function of --preprocessing made, type --boxes-in input."
             )
 
     def metrics(self) -> list[Metric | RowMetric]:
@@ -391,8 +426,8 @@ class Detection(PictureTask):
             "data": f"{self._options.data}, annotations {annotations.path}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
             "compared": f"{', '.join(self._kinds)}; {len(annotations.categories)} categories, all scores"
-            f"{f' from {threshold:g}' if threshold else ''}, at most {most} detections of a category in a "
-            "picture; by pycocotools",
+            f"{'' if threshold is None else f' from {threshold:g}'}, at most {most} detections of a category "
+            "in a picture; by pycocotools",
         }
 
     def fingerprint(self) -> dict[str, Any]:
@@ -431,8 +466,9 @@ def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Met
         for kind in options["iou_type"]
     ]
     if {"bbox", "segm"} & {*options["iou_type"]}:
+        of = "" if "bbox" in options["iou_type"] else "mask_"
         metrics += [
-            Ratio("twice_right", "boxes_of_both", name="f1", unit=FRACTION, higher_is_better=True),
-            Confusion(len(categories) + 1, "matched_prediction", "matched_target"),
+            Ratio("twice_right", "boxes_of_both", name=f"{of}f1", unit=FRACTION, higher_is_better=True),
+            Confusion(len(categories) + 1, "matched_prediction", "matched_target", name=f"{of}confusion"),
         ]
     return chosen(names, metrics)

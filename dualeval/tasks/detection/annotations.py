@@ -20,6 +20,7 @@ from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, listed
 from dualeval.tasks.detection.masks import as_text, true_code
 
+COCO_KEYPOINTS = 17
 _LISTS = ("images", "annotations", "categories")
 # What COCO writes of each picture that no group is made by.
 _USUAL = (
@@ -124,8 +125,13 @@ class Annotations:
         return digest.hexdigest()
 
 
-def read_annotations(path: Path, kinds: Sequence[str], keep: Sequence[str] = ()) -> Annotations:
-    """Read a file of annotations, and check all of it, for what is compared ("bbox", "segm", "keypoints")."""
+def read_annotations(
+    path: Path, kinds: Sequence[str], keep: Sequence[str] = (), points: int = COCO_KEYPOINTS
+) -> Annotations:
+    """Read a file of annotations, and check all of it, for what is compared ("bbox", "segm", "keypoints").
+
+    ``points`` is how many keypoints an object has.
+    """
     content = _content(path)
     categories = _by_id(path, content["categories"], "categories", {"id": int, "name": str})
     names = [each["name"] for each in categories.values()]
@@ -163,6 +169,10 @@ def read_annotations(path: Path, kinds: Sequence[str], keep: Sequence[str] = ())
         of_images[place], labels[place] = places[each["image_id"]], each["category_id"]
         boxes[place], crowds[place] = box, bool(each.get("iscrowd", 0))
         area = each.get("area")
+        if area is not None and not (type(area) in (int, float) and 0 <= area < math.inf):
+            raise UsageError(
+                f"{path}: the annotation {each['id']} has area {area!r:.80}, expected a number of pixels"
+            )
         areas[place] = box[2] * box[3] if area is None else area
     entries = [*objects.values()]
     # pycocotools takes a picture's objects in the order of the file, too.
@@ -170,7 +180,8 @@ def read_annotations(path: Path, kinds: Sequence[str], keep: Sequence[str] = ())
     sizes = np.array([[images[each]["height"], images[each]["width"]] for each in order], np.int64)
     sizes = sizes.reshape(-1, 2)
     _refuse_corners(path, boxes, sizes[of_images])
-    further = FurtherColumns([*images[order[0]]] if order else [], _USUAL, keep)
+    names_there = dict.fromkeys(name for each in images.values() for name in each)
+    further = FurtherColumns([*names_there], _USUAL, keep)
     further.take({name: [images[each].get(name) for each in order] for name in further.names})
     return Annotations(
         path=path,
@@ -186,7 +197,7 @@ def read_annotations(path: Path, kinds: Sequence[str], keep: Sequence[str] = ())
         segmentations=[_there(path, entries[each], "segmentation") for each in by_image]
         if "segm" in kinds
         else [],
-        keypoints=_keypoints(path, entries)[by_image] if "keypoints" in kinds else np.zeros((0, 0)),
+        keypoints=_keypoints(path, entries, points)[by_image] if "keypoints" in kinds else np.zeros((0, 0)),
         kept=further.kept(),
         notes=_notes(boxes, [each.get("area") for each in entries]),
     )
@@ -254,15 +265,24 @@ def _there(path: Path, entry: Mapping[str, Any], key: str) -> Any:
     return entry[key]
 
 
-def _keypoints(path: Path, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
+def _keypoints(path: Path, entries: Sequence[Mapping[str, Any]], number: int) -> npt.NDArray[np.float64]:
     """x, y and visibility of all objects' keypoints, (objects, 3 keypoints)."""
-    points = [_there(path, each, "keypoints") for each in entries]
-    counts = {len(each) for each in points}
-    if len(counts) != 1 or counts.pop() % 3:
-        raise UsageError(
-            f"{path}: objects have different numbers of keypoints, expected x, y, visibility of each."
-        )
-    return np.array(points, np.float64)
+    for each in entries:
+        points = _there(path, each, "keypoints")
+        numbers = isinstance(points, list) and all(type(value) in (int, float) for value in points)
+        if not numbers or len(points) != 3 * number:
+            found = f"{len(points) / 3:g}" if isinstance(points, list) else repr(points)[:40]
+            raise UsageError(
+                f"{path}: the annotation {each['id']} has {found} keypoints, expected {number}, each as x, "
+                "y, visibility. Of other keypoints than COCO's 17 give --sigmas, how exact each is."
+            )
+        seen = sum(visibility > 0 for visibility in points[2::3])
+        if each.get("num_keypoints", seen) != seen:
+            raise UsageError(
+                f"{path}: the annotation {each['id']} has num_keypoints {each['num_keypoints']}, and {seen} "
+                "with a visibility above 0: make them agree."
+            )
+    return np.array([each["keypoints"] for each in entries], np.float64).reshape(-1, 3 * number)
 
 
 def _refuse_corners(path: Path, boxes: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> None:

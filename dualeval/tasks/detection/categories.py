@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ class CategoryMap:
 
     # The id of each label's category; None: labels are the ids.
     ids: Mapping[int, int] | None
+    # The labels that have a name.
+    named: Collection[int] = ()
     # Names of the model's that no category has: their detections do not count.
     uncounted: Sequence[str] = ()
     # Categories that the model does not know.
@@ -31,6 +33,10 @@ class CategoryMap:
     def of_label(self, label: int) -> int | None:
         """A label's category; None for one that does not count."""
         return label if self.ids is None else self.ids.get(label)
+
+    def without_name(self, labels: Sequence[int]) -> list[int]:
+        """Those labels that are beyond the names."""
+        return [] if self.ids is None else [label for label in labels if label not in self.named]
 
     def to_json(self) -> Any:
         return None if self.ids is None else {str(label): number for label, number in self.ids.items()}
@@ -79,7 +85,10 @@ def category_map(
             "--category-names, the name of each label in order; the annotations have "
             f"{listed(categories.values(), _SHOWN)}."
         )
-    known = {_plain(name): number for number, name in categories.items()}
+    # Names that differ by case alone are told apart by it.
+    plain = [_plain(name) for name in categories.values()]
+    known = {_plain(name): number for number, name in categories.items() if plain.count(_plain(name)) == 1}
+    exact = {name: number for number, name in categories.items()}
     own = {_plain(name): name for name in names.values()}
     for name, category in renamed.items():
         if _plain(name) not in own or _plain(category) not in known:
@@ -91,11 +100,11 @@ def category_map(
                 f"of the model to names of the annotations: {listed(of, _SHOWN)}."
             )
     to = {_plain(name): _plain(category) for name, category in renamed.items()}
-    ids = {
-        label: known[each]
-        for label, name in names.items()
-        if (each := to.get(_plain(name), _plain(name))) in known
-    }
+    ids: dict[int, int] = {}
+    for label, name in names.items():
+        number = exact.get(name, known.get(to.get(_plain(name), _plain(name))))
+        if number is not None:
+            ids[label] = number
     if not ids:
         own_names = [name for name in names.values() if _plain(name) not in _NONE]
         raise UsageError(
@@ -106,6 +115,7 @@ def category_map(
     met = set(ids.values())
     return CategoryMap(
         ids=ids,
+        named={*names},
         uncounted=[name for label, name in names.items() if label not in ids and _plain(name) not in _NONE],
         unknown=[categories[number] for number in sorted(annotated - met)],
     )
@@ -152,7 +162,7 @@ def _read(text: str, flag: str, typed: Any) -> Any:
         return typed
     try:
         content = path.read_text("utf-8")
-        return json.loads(content) if path.suffix == ".json" else [*filter(None, content.splitlines())]
+        return json.loads(content) if path.suffix == ".json" else content.rstrip().splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{flag} cannot be read: {text_of(error)}. Expected a file, or names with commas."

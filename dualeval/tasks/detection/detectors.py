@@ -170,10 +170,10 @@ def found_by(processor: Any, columns: Mapping[str, Tensor], sizes: Sequence[Any]
     return {name: [each[name] for each in found] for name in ("boxes", "scores", "labels")}
 
 
-def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) -> dict[str, list[Tensor]]:
+def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) -> dict[str, Any]:
     """What a detector as torchvision's returned: of each picture a dict of boxes, scores and labels.
 
-    Masks become bools, a row a picture of all its pixels, one object's behind the other's.
+    Masks become bools, a row a picture of all its pixels, one object's behind the other's; and their sizes.
     """
     keys = ("scores", "labels", *(GIVEN[kind] for kind in kinds))
     expected = (
@@ -185,7 +185,7 @@ def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) 
         raise UsageError(f"the model {model} returned {describe(outputs)} for {count} pictures, {expected}")
     found: dict[str, list[Tensor]] = {name: [] for name in keys}
     for each in outputs:
-        if not isinstance(each, Mapping) or not {*keys} <= {*each}:
+        if not isinstance(each, Mapping) or not all(isinstance(each.get(key), Tensor) for key in keys):
             raise UsageError(f"the model {model} returned {describe(each)} for a picture, {expected}")
         number = len(each["scores"])
         fits = {
@@ -204,6 +204,10 @@ def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) 
             )
         for name in keys:
             found[name].append(_flat(name, each[name]))
+        if "masks" in keys:
+            found.setdefault("mask_size", []).append(torch.tensor(each["masks"].shape[-2:]))
+    if "masks" in keys:
+        return {**found, "mask_size": torch.stack(found["mask_size"])}
     return found
 
 

@@ -45,6 +45,8 @@ def true_code(segmentation: Any, height: int, width: int) -> str:
     if counts is not None and segmentation.get("size") != [height, width]:
         raise ValueError(f"its size is {segmentation.get('size')}, expected {[height, width]}")
     if isinstance(counts, str):
+        if (pixels := _pixels_of(counts)) != height * width:
+            raise ValueError(f"its compressed run lengths are of {pixels} pixels, expected {height * width}")
         return counts
     if isinstance(counts, list):
         if sum(counts) != height * width:
@@ -54,6 +56,26 @@ def true_code(segmentation: Any, height: int, width: int) -> str:
     if not is_polygons or any(not isinstance(each, list) or len(each) < 6 for each in segmentation):
         raise ValueError(f"it is {segmentation!r:.60}, expected polygons of 3 or more points, or run lengths")
     return str(mask.merge(mask.frPyObjects(segmentation, height, width))["counts"].decode())
+
+
+def _pixels_of(code: str) -> int:
+    """How many pixels compressed run lengths cover, as COCO's rleFrString reads them; -1 of what is none.
+
+    pycocotools itself checks nothing, and writes beyond its memory.
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for letter in code:
+        number = ord(letter) - 48
+        if not 0 <= number < 64 or shift > 30:
+            return -1
+        value |= (number & 31) << shift
+        shift += 5
+        if not number & 32:
+            value -= (1 << shift) if number & 16 else 0
+            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+            value = shift = 0
+    return sum(runs) if runs and min(runs) >= 0 and not shift else -1
 
 
 def masks_by(

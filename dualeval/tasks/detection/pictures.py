@@ -122,6 +122,7 @@ def open_annotated(
     preprocessing: Normalisation,
     *,
     kinds: Sequence[str],
+    points: int,
     keep: Sequence[str],
     orientation: str | None,
     order: str,
@@ -136,7 +137,8 @@ def open_annotated(
     if not path.exists():
         raise UsageError(f"--annotations {path} does not exist: expected a JSON file as COCO has it.")
     read = cache.once(
-        ("annotations", path.absolute(), *kinds, tuple(keep)), lambda: read_annotations(path, kinds, keep)
+        ("annotations", path.absolute(), points, *kinds, tuple(keep)),
+        lambda: read_annotations(path, kinds, keep, points),
     )
     if order == "shape":
         read = read.select(np.lexsort((read.ids, read.sizes[:, 1], read.sizes[:, 0])))

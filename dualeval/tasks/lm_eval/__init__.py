@@ -55,6 +55,8 @@ class LmEval(HarnessTask, CausalTask):
 
     _counts = (Count("cut", name="cut_contexts"),)
     _counted = ("at_token_limit", "nan_logits")
+    # What is said where the chat template takes no system message.
+    _left_out_system = ""
     # The tokens that end a text; known when the model is built.
     _stops: Sequence[int] = ()
 
@@ -78,7 +80,9 @@ class LmEval(HarnessTask, CausalTask):
         library = text_models.read_tokenizer(self._model.folder, USE)
         self._tokens = text_models.CausalTokens(library, self._model.folder)
         self._max_length = self._length(model, library, settings.max_length)
-        template = template_of(library, self._model.folder) if settings.apply_chat_template else None
+        template = None
+        if settings.apply_chat_template:
+            template = template_of(library, self._model.folder, self._note_left_out)
         loaded = Loaded(settings, template, cache)
         self._encoded = EncodedRequests(loaded.documents, settings, self._tokens, self._max_length)
         text = library.chat_template if template is not None else None
@@ -201,10 +205,14 @@ class LmEval(HarnessTask, CausalTask):
                 place += count
         return answers, full
 
+    def _note_left_out(self, warning: str) -> None:
+        self._left_out_system = warning
+
     def data_warnings(self) -> list[str]:
         kind = "drawn" if self._settings.temperature else "greedy"
         of_search = text_models.search_warnings(self._other_search, f"texts are plain {kind}", "the harness")
-        return [*super().data_warnings(), *of_search]
+        without = [self._left_out_system] if self._left_out_system else []
+        return [*super().data_warnings(), *of_search, *without]
 
     def options(self) -> dict[str, Any]:
         return {**self._model.options(), **super().options(), "max_length": self._max_length}
@@ -225,7 +233,9 @@ class LmEval(HarnessTask, CausalTask):
         }
 
 
-def template_of(tokenizer: Any, folder: Path) -> Callable[..., str]:
+def template_of(
+    tokenizer: Any, folder: Path, warn: Callable[[str], object] = lambda warning: None
+) -> Callable[..., str]:
     """How the tokenizer writes a chat, as the harness has it write."""
     if tokenizer.chat_template is None:
         raise UsageError(
@@ -246,6 +256,10 @@ def template_of(tokenizer: Any, folder: Path) -> Callable[..., str]:
                     f"--apply-chat-template: the template of {folder} fails: {first_line(error)}"
                 ) from error
             # As the harness does: a template that takes no system message gets none.
+            warn(
+                f"the chat template in {folder} takes no system message: --system, or a task's description, "
+                "is in none of its prompts. Write it into doc_to_text, or give another template."
+            )
             return str(tokenizer.apply_chat_template(plain, tokenize=False, **more))
 
     return written

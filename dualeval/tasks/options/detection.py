@@ -85,7 +85,7 @@ class DetectionOptions(PictureOptions):
     sigmas: tuple[float, ...] | None = option(
         None, "How exact each keypoint is.", group=_BOXES, shown="COCO's 17", metavar="A,B"
     )
-    score_threshold: float = option(0.0, "Leave out detections below this score.", group=_BOXES)
+    score_threshold: float | None = option(None, "Leave out detections below this score.", group=_BOXES)
     max_detections: int | None = option(
         None,
         "Detections of a category that count, a picture.",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from dualeval.tasks.detection import Detection
-from dualeval.tasks.detection.masks import runs_of
+from dualeval.tasks.detection.masks import runs_of, true_code
 from dualeval.tasks.detection.matches import Matches, match
 from dualeval.tasks.detection.pictures import padded
 from tests.engine.test_evaluator import evaluate
@@ -126,6 +126,47 @@ def test_segmentations_that_are_none_are_refused(
         home, tmp_path, lambda content: content["annotations"][0].update(segmentation=segmentation)
     )
     refused(home, match, **other, iou_type=["segm"])
+
+
+def test_scores_below_0_count(home: Path, tmp_path: Path) -> None:
+    model = Wrong(lambda found: {**found, "scores": found["scores"].clamp(0.001, 0.999).logit()})
+    result = evaluate(task(home, model=model), tmp_path / "out", batch_size=8)
+    assert min(score for row in rows(tmp_path / "out") for score in row["scores"]) < 0
+    assert values(result) == figures(home / "instances.json", rows(tmp_path / "out"))
+
+
+def test_masks_of_another_shape_are_refused(home: Path) -> None:
+    model = Wrong(lambda found: {**found, "masks": found["masks"].mT})
+    refused(home, "gave masks of .* expected masks of the picture's own size", model=model, iou_type=["segm"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"keypoints": [1, 2, 2] * 17}, "has 17 keypoints, expected 3, each as x, y, visibility.*--sigmas"),
+        ({"num_keypoints": 0}, "num_keypoints 0, and . with a visibility above 0"),
+        ({"area": -1}, "has area -1, expected a number of pixels"),
+    ],
+)
+def test_objects_that_are_not_whole_are_refused(
+    home: Path, tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    other = changed(home, tmp_path, lambda content: content["annotations"][0].update(change))
+    refused(home, match, **other, iou_type=["keypoints"], sigmas=SIGMAS)
+
+
+def test_options_that_do_nothing_are_refused(home: Path, tmp_path: Path) -> None:
+    refused(home, "--sigmas is of keypoints", sigmas=SIGMAS)
+    folder = write_detector(tmp_path / "rt", "rt_detr")
+    refused(home, "--boxes-in input: the image processor", model=f"hf:{folder}", boxes_in="input")
+
+
+def test_compressed_run_lengths_are_checked() -> None:
+    code = mask.encode(np.asfortranarray(np.eye(9, 7, dtype=np.uint8)))["counts"].decode()
+    assert true_code({"size": [9, 7], "counts": code}, 9, 7) == code
+    for wrong in ("", "garbage", code[:-1], code + "1"):
+        with pytest.raises(ValueError, match="its compressed run lengths are of"):
+            true_code({"size": [9, 7], "counts": wrong}, 9, 7)
 
 
 def test_a_threshold_leaves_out_lower_scores(home: Path, tmp_path: Path) -> None:
@@ -317,6 +358,42 @@ def test_maps_that_fit_nothing_are_refused(home: Path, changes: dict[str, Any], 
     refused(home, match, **changes)
 
 
+def test_labels_beyond_the_names_are_refused(home: Path) -> None:
+    match = "gives the labels 3, and --category-names, or the model's own names, end before"
+    refused(home, match, model=Finder((1, 2, 3)), category_names=["cat", "red dog", "fox"])
+
+
+def test_a_blank_line_is_a_name_of_none(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_text("\ncat\nred dog\n\nfox\n")
+    result = evaluate(task(home, model=Finder((1, 2, 4)), category_names=path), None, batch_size=8)
+    assert values(result) == values(evaluate(task(home), None, batch_size=8))
+
+
+def test_names_that_differ_by_case_alone_are_told_apart(home: Path, tmp_path: Path) -> None:
+    other = changed(home, tmp_path, lambda content: content["categories"][2].update(name="Cat"))
+    detection = task(home, **other, category_names={3: "cat", 7: "Red_dog", 12: "fox", 8: "Cat"})
+    assert detection.fingerprint()["labels"] == {"3": 3, "7": 7, "12": 12, "8": 8}
+
+
+def test_labels_that_are_ids_but_for_1_are_a_warning(home: Path, tmp_path: Path) -> None:
+    def renumber(content: Any) -> None:
+        ids = {3: 0, 7: 1, 12: 2, 8: 3}
+        for each in content["categories"]:
+            each["id"] = ids[each["id"]]
+        for each in content["annotations"]:
+            each["category_id"] = ids[each["category_id"]]
+
+    result = evaluate(
+        task(home, **changed(home, tmp_path, renumber), model=Finder((1, 2, 3))), None, batch_size=8
+    )
+    assert any("the labels may be above the ids by 1" in each for each in result.warnings)
+    right = evaluate(
+        task(home, **changed(home, tmp_path, renumber), model=Finder((0, 1, 2))), None, batch_size=8
+    )
+    assert not any("the labels may be" in each for each in right.warnings)
+
+
 def test_categories_that_only_one_side_has_are_named(home: Path) -> None:
     detection = task(home, model=Finder((0, 1, 2)), category_names=["cat", "red dog", "tree"])
     result = evaluate(detection, None, batch_size=8)
@@ -353,6 +430,8 @@ def with_boxes(change: Callable[[Tensor], Tensor]) -> nn.Module:
             "end before they begin.*expected x1, y1, x2, y2",
         ),
         (with_boxes(lambda b: b / 300), "boxes between 0 and 1, expected pixels"),
+        (with_boxes(lambda b: b * 4), "boxes whose centre lies outside of their picture"),
+        (Wrong(lambda found: {**found, "scores": found["scores"].tolist()}), "expected a list with a dict"),
         (
             Wrong(lambda found: {**found, "scores": found["scores"] / 0}),
             "gave scores that are NaN or infinite, .* first in 0",
@@ -367,7 +446,7 @@ def with_boxes(change: Callable[[Tensor], Tensor]) -> nn.Module:
             "returned labels of shape .* and torch.float32",
         ),
     ],
-    ids=["xywh", "unit", "nan", "tensor", "shapes", "float labels"],
+    ids=["xywh", "unit", "of the input", "lists", "nan", "tensor", "shapes", "float labels"],
 )
 def test_outputs_that_are_no_boxes_are_refused(home: Path, model: nn.Module, match: str) -> None:
     refused(home, match, model=model)
