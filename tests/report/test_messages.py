@@ -221,7 +221,7 @@ def test_a_path_of_texts_names_the_tasks(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text")
     with pytest.raises(UsageError) as caught:
         dualeval.evaluate(model=nn.Linear(4, 2), data=tmp_path)
-    for said in (f"LanguageModeling(model=..., data='{tmp_path}')", "Segmentation, TextClassification"):
+    for said in (f"LanguageModeling(model=..., data='{tmp_path}')", "Segmentation, Detection, Text"):
         assert said in str(caught.value)
 
 

@@ -84,8 +84,8 @@ def test_the_class_and_the_command_line_make_the_same_job(folder: Path) -> None:
 
 def test_tasks_has_the_built_in_classes_and_no_other() -> None:
     assert {"ImageClassification", "QuestionAnswering"} <= {*dir(dualeval.tasks)}
-    with pytest.raises(AttributeError, match="no attribute 'Detection'"):
-        _ = dualeval.tasks.Detection
+    with pytest.raises(AttributeError, match="no attribute 'Tracking'"):
+        _ = dualeval.tasks.Tracking
 
 
 # -- idx files -----------------------------------------------------------------------------------------
