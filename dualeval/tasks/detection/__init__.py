@@ -240,10 +240,8 @@ class Detection(PictureTask):
         }
         if "segm" in self._kinds:
             kept = torch.split(keep, lengths.tolist())
-            if (
-                "mask_size" in columns
-                and (wrong := (columns["mask_size"] != sizes).any(1) & (lengths > 0)).any()
-            ):
+            wrong = (columns.get("mask_size", sizes) != sizes).any(1) & (lengths > 0)
+            if wrong.any():
                 at = int(wrong.nonzero()[0])
                 height, width = columns["mask_size"][at].tolist()
                 raise UsageError(
@@ -290,9 +288,7 @@ class Detection(PictureTask):
     def _masks(masks: Any, keep: Tensor, size: list[int]) -> str:
         """The masks of a picture that count."""
         if isinstance(masks, Tensor):
-            # Without an object there is no pixel, of what size soever.
-            of_objects = masks.view(len(keep), size[0], size[1]) if len(keep) else masks.view(0, *size)
-            return as_text(size[0], size[1], codes_of(of_objects[keep]))
+            return as_text(size[0], size[1], codes_of(masks.view(len(keep), size[0], size[1])[keep]))
         return as_text(size[0], size[1], [*compress(masks, keep.tolist())])
 
     def _ids_of(self, labels: Tensor) -> Tensor:

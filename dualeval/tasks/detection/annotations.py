@@ -51,8 +51,8 @@ class Annotations:
     areas: npt.NDArray[np.float64]
     crowds: npt.NDArray[np.bool_]
     # What is compared: of each object its segmentation as the file has it, and x, y and visibility of its
-    # keypoints; empty where they are not asked for.
-    segmentations: Sequence[Any]
+    # keypoints; None or without columns where they are not asked for.
+    segmentations: Sequence[Any] | None
     keypoints: npt.NDArray[np.float64]
     kept: KeptColumns
     notes: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Annotations:
         runs = [np.arange(self.ends[each], self.ends[each + 1]) for each in indices]
         places = np.concatenate([np.zeros(0, np.int64), *runs])
         of_objects: dict[str, Any] = {name: getattr(self, name)[places] for name in self._of_objects}
-        if self.segmentations:
+        if self.segmentations is not None:
             of_objects["segmentations"] = [self.segmentations[each] for each in places]
         return replace(
             self,
@@ -92,20 +92,15 @@ class Annotations:
             return Ragged(torch.from_numpy(values[first:last].copy()), lengths)
 
         truth: dict[str, Any] = {f"true_{name}": ragged(getattr(self, name)) for name in self._of_objects}
-        if self.segmentations:
-            truth["true_masks"] = Text([self._masks(sample) for sample in samples])
+        if self.segmentations is not None:
+            truth["true_masks"] = Text([self._masks(sample, self.segmentations) for sample in samples])
         return {**truth, "image_id": torch.from_numpy(self.ids[samples.start : samples.stop].copy())}
 
-    def _masks(self, sample: int) -> str:
+    def _masks(self, sample: int, segmentations: Sequence[Any]) -> str:
         height, width = self.sizes[sample].tolist()
-        return as_text(height, width, [self._code(place, height, width) for place in self._places(sample)])
-
-    def _places(self, sample: int) -> range:
-        return range(self.ends[sample], self.ends[sample + 1])
-
-    def _code(self, place: int, height: int, width: int) -> str:
+        of_sample = segmentations[self.ends[sample] : self.ends[sample + 1]]
         try:
-            return true_code(self.segmentations[place], height, width)
+            return as_text(height, width, [true_code(each, height, width) for each in of_sample])
         except ValueError as error:
             raise UsageError(
                 f"{self.path}: a segmentation of a picture of {width} x {height}: {error}"
@@ -120,7 +115,7 @@ class Annotations:
         digest.update((self.ends[samples.start : samples.stop + 1] - first).tobytes())
         for name in self._of_objects:
             digest.update(np.ascontiguousarray(getattr(self, name)[first:last]).tobytes())
-        if self.segmentations:
+        if self.segmentations is not None:
             digest.update(json.dumps(self.segmentations[first:last]).encode())
         return digest.hexdigest()
 
@@ -196,7 +191,7 @@ def read_annotations(
         crowds=crowds[by_image],
         segmentations=[_there(path, entries[each], "segmentation") for each in by_image]
         if "segm" in kinds
-        else [],
+        else None,
         keypoints=_keypoints(path, entries, points)[by_image] if "keypoints" in kinds else np.zeros((0, 0)),
         kept=further.kept(),
         notes=_notes(boxes, [each.get("area") for each in entries]),

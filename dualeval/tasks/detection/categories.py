@@ -102,7 +102,9 @@ def category_map(
     to = {_plain(name): _plain(category) for name, category in renamed.items()}
     ids: dict[int, int] = {}
     for label, name in names.items():
-        number = exact.get(name, known.get(to.get(_plain(name), _plain(name))))
+        plain_name = _plain(name)
+        # What was typed comes before the same name.
+        number = known[to[plain_name]] if plain_name in to else exact.get(name, known.get(plain_name))
         if number is not None:
             ids[label] = number
     if not ids:

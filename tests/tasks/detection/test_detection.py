@@ -340,6 +340,17 @@ def test_a_map_renames(home: Path) -> None:
     assert typed.fingerprint()["labels"] == {"0": 3, "1": 7, "2": 12}
 
 
+def test_a_map_comes_before_the_same_name(home: Path) -> None:
+    detection = task(home, category_names=["cat", "fox"], category_map={"cat": "fox", "fox": "cat"})
+    assert detection.fingerprint()["labels"] == {"0": 12, "1": 3}
+
+
+def test_masks_of_pictures_without_objects(home: Path, tmp_path: Path) -> None:
+    other = changed(home, tmp_path, lambda content: content["annotations"].clear())
+    result = evaluate(task(home, **other, iou_type=["segm"]), None, batch_size=8)
+    assert result.metrics["mask_ap"] is None
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
