@@ -4,7 +4,7 @@
 
 ``--pictures`` also draws the pictures of docs/report.md, with chromium.
 
-Four jobs of seconds each: pictures by two checkpoints, answers to questions, masks and texts. All is made
+Five jobs of seconds each: pictures and boxes by two checkpoints, answers, masks, texts. All is made
 here but the pictures of clothes, which are the package's. Their training set is not: the lesser checkpoint
 has seen 2,000 of the 10,000 test pictures once, and both are evaluated on the other 8,000.
 """
@@ -40,11 +40,39 @@ _DEEDS = ("found", "lost", "sold", "painted", "hid")
 _PRAISE, _BLAME = ("good", "great", "funny", "moving"), ("bad", "dull", "sad", "weak")
 _KINDS = ("film", "book", "play")
 _NETS = """
+import torch
+from scipy import ndimage
 from torch import nn
 
 
 def make(num_classes=3):
     return nn.Conv2d(3, num_classes, 5, padding=2)
+
+
+class Boxes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.masks = make()
+
+    def forward(self, pictures):
+        return [self.find(each) for each in pictures]
+
+    def find(self, picture):
+        shares = self.masks(picture[None])[0].softmax(0)
+        found = {"boxes": [], "scores": [], "labels": []}
+        for label in (1, 2):
+            pieces, _ = ndimage.label(shares.argmax(0).numpy() == label)
+            for number, (rows, columns) in enumerate(ndimage.find_objects(pieces), 1):
+                if (inside := torch.from_numpy(pieces == number)).sum() > 8:
+                    found["boxes"].append([columns.start, rows.start, columns.stop, rows.stop])
+                    found["scores"].append(float(shares[label][inside].mean()))
+                    found["labels"].append(label)
+        made = {name: torch.tensor(values, dtype=torch.float32) for name, values in found.items()}
+        return {**made, "boxes": made["boxes"].reshape(-1, 4), "labels": made["labels"].long()}
+
+
+def boxes():
+    return Boxes()
 """
 
 
@@ -95,10 +123,12 @@ def train(
 
 
 def masks(folder: Path) -> None:
-    """Discs and squares in noise, by one convolution."""
+    """Discs and squares in noise, by one convolution; with boxes for the next."""
     draw = random.Random(0)
     noise = np.random.default_rng(0)
     made = []
+    coco: dict[str, Any] = {"images": [], "annotations": []}
+    coco["categories"] = [{"id": 1, "name": "disc"}, {"id": 2, "name": "square"}]
     for kind in ("img", "masks"):
         (folder / kind).mkdir(exist_ok=True)
     for number in range(180):
@@ -109,21 +139,44 @@ def masks(folder: Path) -> None:
             for canvas, fill in ((picture, colour), (mask, label)):
                 pen = ImageDraw.Draw(canvas)
                 (pen.ellipse if label == 1 else pen.rectangle)(box, fill=fill)
+            left, wide, high = x, min(size + 1, 96 - x), min(size + 1, 72 - y)
+            known = {"id": len(coco["annotations"]) + 1, "image_id": number + 1, "category_id": label}
+            coco["annotations"].append(
+                known | {"bbox": [left, y, wide, high], "area": wide * high, "iscrowd": 0}
+            )
         values = np.asarray(picture, np.float32) + noise.normal(0, 45, (72, 96, 3))
         picture = Image.fromarray(values.clip(0, 255).astype(np.uint8))
         if number < 120:
-            picture.save(folder / f"img/{number:03}.png")
-            mask.save(folder / f"masks/{number:03}.png")
+            name = f"{number:03}.png"
+            picture.save(folder / "img" / name)
+            mask.save(folder / "masks" / name)
+            coco["images"].append({"id": number + 1, "file_name": name, "width": 96, "height": 72})
         else:
             inputs = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) / 255
             made.append((inputs, torch.from_numpy(np.asarray(mask).astype(np.int64))))
+    coco["annotations"] = [each for each in coco["annotations"] if each["image_id"] <= 120]
+    (folder / "instances.json").write_text(json.dumps(coco), "utf-8")
     (folder / "nets.py").write_text(_NETS, "utf-8")
     model = nn.Conv2d(3, 3, 5, padding=2)
-    train(model, made, 8, rate=0.03, size=6)
-    torch.save(model.state_dict(), folder / "masks.pt")
+    for name, rounds in (("less", 2), ("masks", 6)):
+        train(model, made, rounds, rate=0.03, size=6)
+        torch.save(model.state_dict(), folder / f"{name}.pt")
+        torch.save(
+            {f"masks.{key}": value for key, value in model.state_dict().items()}, folder / f"{name}-boxes.pt"
+        )
     words = ["--model", "nets:make", "--weights", "masks.pt", "--data", "img", "--masks", "masks"]
     words += ["--class-names", "background,disc,square", "--preprocessing", "none"]
     evaluate(folder, "masks", "--task", "segmentation", *words)
+
+
+def boxes(folder: Path) -> None:
+    """The same pictures, each piece of a mask an object, by both states of the convolution."""
+    for name, weights in (("less-boxes", "less-boxes.pt"), ("boxes", "masks-boxes.pt")):
+        words = ["--model", "nets:boxes", "--weights", weights, "--data", "img"]
+        words += ["--annotations", "instances.json"]
+        evaluate(folder, name, "--task", "detection", *words, report=False)
+    command = [sys.executable, "-m", "dualeval", "report", "boxes", "--against", "less-boxes"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
 
 
 def tokenizer() -> Any:
@@ -242,6 +295,7 @@ def draw_pictures(folder: Path) -> None:
     shots = (
         ("report-light", "clothes", {"width": 1100, "height": 1530}, "light", None),
         ("report-dark", "clothes", {"width": 1100, "height": 800}, "dark", "#confusion"),
+        ("report-boxes", "boxes", {"width": 1100, "height": 740}, "light", "#samples"),
         ("report-phone", "masks", {"width": 390, "height": 844}, "light", "#samples"),
     )
     with sync_playwright() as playwright:
@@ -258,11 +312,11 @@ def draw_pictures(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make all four, and say where the pages are."""
+    """Make all five, and say where the pages are."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # for models this small more are in each other's way
-    for make in (clothes, questions, masks, texts):
+    for make in (clothes, questions, masks, boxes, texts):
         torch.manual_seed(0)
         make(folder)
         print(folder / make.__name__ / "report.html", flush=True)

@@ -14,6 +14,7 @@ from dualeval.comparison.estimates import NO_AVERAGE, Estimate, Flips, clusters_
 from dualeval.comparison.groups import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.engine.scoring.slices import bins_without_use
+from dualeval.engine.values.differences import option_differences
 from dualeval.engine.values.measured import rough_warnings
 from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.errors import UsageError
@@ -111,6 +112,8 @@ class Comparison:
     worst_gates: list[WorstGate] = field(default_factory=list)
     # The column whose equal entries mark dependent samples; None where all are independent.
     cluster: str | None = None
+    # By name, the options of both runs where they are not the same.
+    differs_in: dict[str, list[Any]] = field(default_factory=dict)
     # What a reader of the numbers should know.
     notes: list[str] = field(default_factory=list)
 
@@ -274,6 +277,7 @@ def compare(
             for each, grouped in groups.items()
         ],
         cluster=column,
+        differs_in=option_differences(runs[0].result, runs[1].result),
         notes=[*_notes(pairs, differences), *notes_of_failed(groups)],
     )
 

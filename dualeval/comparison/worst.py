@@ -41,6 +41,12 @@ class Measure:
     # Whether a higher number is worse.
     high: bool
 
+    @property
+    def said(self) -> tuple[str | None, ...]:
+        """The columns that say no more than the number does."""
+        of_both = (self.score.column, self.score.over) if self.score.transform is None else ()
+        return (self.name, *of_both)
+
     def of(self, columns: _Columns) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Each sample's number, and which samples have one."""
         y, x, counts = self.score.terms(columns)
@@ -73,7 +79,7 @@ class Chosen(NamedTuple):
 class Listed(NamedTuple):
     """What a list of samples is called, and how these are chosen."""
 
-    reason: str  # "mistake", "loss", "lost" or "gained"
+    reason: str  # "mistake", "loss", "lost" or "gained", "worse" or "better"
     title: str
     by: By
     # The rows that may be chosen; None for all.
@@ -137,6 +143,8 @@ class JudgedRows:
             direction = self.result.directions.get(name)
             if direction is not None and score.below is None and self._kinds[score.column] == "f":
                 named = f"{score.column} / {score.over}" if score.over else score.column
+                if score.over and score.transform is None:
+                    named = name
                 if not isinstance(score.where_is, bool):
                     named += f" of {listed(score.where_is, 3)}"
                 yield Measure(name=named, score=score, high=direction == "lower")
@@ -209,6 +217,33 @@ class JudgedRows:
             return np.where(there, worst, -np.inf)
         return np.zeros(len(next(iter(columns.values()))))
 
+    def changed(self, other: JudgedRows) -> npt.NDArray[np.float64] | None:
+        """By how much each row is worse than the other run's of the same id, NaN where there is none.
+
+        None where the two are not judged by the same measure.
+        """
+        if self.measure is None or other.measure is None or self.measure.name != other.measure.name:
+            return None
+        there = other._measured()[other.places_of(self.rows.whole("id"))]
+        return (self._measured()[:-1] - there) * (1 if self.measure.high else -1)
+
+    def _measured(self) -> npt.NDArray[np.float64]:
+        """The measure of each row, and of none behind them; NaN without one."""
+        measured = np.full(len(self.rows.whole("id")) + 1, np.nan)
+        for places, columns in self._windows():
+            assert self.measure is not None
+            values, there = self.measure.of(columns)
+            measured[places] = np.where(there, values, np.nan)
+        return measured
+
+    def places_of(self, ids: Any) -> npt.NDArray[np.int64]:
+        """The rows of ids, a ``pyarrow.Array``; -1 for those that are not there."""
+        import pyarrow.compute
+
+        kept = self.rows.whole("id")
+        found = pyarrow.compute.index_in(ids.cast(kept.type), value_set=kept).fill_null(-1)
+        return np.asarray(found).astype(np.int64)
+
     def samples(self, places: Sequence[int]) -> list[Sample]:
         """These rows, whole, in this order; no other group of rows is read."""
         samples = {place: self._sample(row) for place, row in self.rows.at(places)}
@@ -238,12 +273,12 @@ class JudgedRows:
             return ("NaN" if value < 0 else str(value)) if named is None else named
         return None if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
-    def slices_of(self, row: Mapping[str, Any]) -> Iterator[str]:
-        """The groups of the run that a sample is of, as "scanner=A"."""
+    def slices_of(self, row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """The groups of the run that a sample is of, as ("scanner", "A")."""
         for by, groups in self.result.slices.items():
             for group in groups:
                 if all(name in row and is_of(row[name], value) for name, value in group["group"].items()):
-                    yield f"{by}={group['label']}"
+                    yield by, group["label"]
 
     def classes_called(self, name: str) -> list[int]:
         """The indices of the classes of a name, or the one of a number."""

@@ -15,7 +15,14 @@ from dualeval.comparison.compared import Comparison, Gate, MetricComparison
 from dualeval.comparison.groups import WorstGate
 from dualeval.comparison.statistics import LEVEL
 from dualeval.messages import first_of, printable
-from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
+from dualeval.report.table import (
+    LABEL_WIDTH,
+    labelled,
+    make_console,
+    print_line,
+    shown_numbers,
+    shown_options,
+)
 
 # Ids of flipped samples that are shown.
 _NAMED = 3
@@ -90,7 +97,9 @@ def _escaped(text: str) -> str:
 
 
 def _title(comparison: Comparison) -> list[str]:
-    return [labelled(name, run["folder"]) for name, run in (("A", comparison.a), ("B", comparison.b))]
+    lines = [labelled(name, run["folder"]) for name, run in (("A", comparison.a), ("B", comparison.b))]
+    options = comparison.differs_in
+    return [*lines, labelled("differs in", shown_options(options))] if options else lines
 
 
 def _lines(comparison: Comparison) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -197,9 +197,8 @@ def _reference(result: Result) -> Iterator[tuple[str, str]]:
     yield "reference", reference["folder"]
     if "problem" in reference:
         return
-    differs = ", ".join(f"{name} {_beside(*values)}" for name, values in reference["differs_in"].items())
-    if differs:
-        yield "  differs in", differs
+    if reference["differs_in"]:
+        yield "  differs in", shown_options(reference["differs_in"])
     failed = ", ".join(f"{count:,} {_FAILED[name]}" for name, count in reference["failed"].items() if count)
     yield "  samples", f"{reference['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
     yield "  agreement", _agreement(reference)
@@ -215,6 +214,11 @@ def _reference(result: Result) -> Iterator[tuple[str, str]]:
 
 
 _FAILED = {"here": "in this run only", "there": "in the reference only", "both": "in both"}
+
+
+def shown_options(options: Mapping[str, Sequence[Any]]) -> str:
+    """Options that two runs do not share, with both values."""
+    return ", ".join(f"{name} {_beside(*values)}" for name, values in options.items())
 
 
 def _beside(there: object, here: object) -> str:

@@ -293,6 +293,14 @@ class Task(ABC):
         """
         return ()
 
+    def facets(self, row: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        """By what a sample is looked for on the page of a run, such as ``{"missed": ["dog"]}``.
+
+        Args:
+            row: as of ``show``.
+        """
+        return {}
+
     def findings(self, count: int) -> Mapping[str, Sequence[str]]:
         """What is odd about some of the first ``count`` samples, which are evaluated all the same.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from dualeval.report.page.content import Against, Headline, PageContent, SampleShown, Shown
+from dualeval.report.page.content import Against, Headline, OtherShown, PageContent, SampleShown, Shown
 
 MARKUP = "</script><img onerror=alert(1) src=x>"
 # As a terminal would obey it, with a turned line, a formula of matplotlib's, half a pair and no character.
@@ -60,6 +60,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
             }
             for at in range(15)
         ],
+        curves={"precision_by_recall": {"0.50": [1.0, 0.9, 0.4, 0.0], MARKUP: [0.5, 0.4, 0.1, 0.0]}},
         slices={"scanner": [group(name, at) for at, name in enumerate(NAMES)]},
         seconds=[{"rank": 0, "evaluate": 3.0, "data": 1.0, "compute": 2.0}, {"rank": 1, "evaluate": 1.0}],
         limited_by="The largest part went into the forward pass.",
@@ -87,8 +88,18 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         loss=2.0,
         reasons=(("mistake", "loss", "lost:0", "gained:0")[number % 4],),
         columns={"age": str(number)},
-        slices=(f"scanner={'AB'[number % 2]}",),
+        facets={"scanner": ("AB"[number % 2],), MARKUP: (ESCAPES, "x")},
         shown=(things[number % 4],),
+        others=(
+            OtherShown(
+                folder=f"runs/{MARKUP}",
+                prediction=ESCAPES,
+                correct=not right,
+                confidence=0.25,
+                loss=None,
+                shown=(things[(number + 1) % 4],),
+            ),
+        ),
     )
 
 

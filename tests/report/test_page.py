@@ -81,7 +81,8 @@ def test_the_filters_know_the_samples_that_are_there() -> None:
         "reason": ["mistake"],
         "target": [MARKUP],
         "prediction": [ESCAPED],
-        "slice": ["scanner=A"],
+        "facet scanner": ["A"],
+        f"facet {MARKUP}": [ESCAPED, "x"],
     }
 
 
@@ -106,7 +107,7 @@ def test_a_page_of_many_pictures_is_below_3_mb() -> None:
 def test_tiny_pictures_are_kept_and_large_ones_are_thumbnails() -> None:
     pages = {size: render(content(count=1, picture=size)) for size in ((28, 28), (900, 300))}
     assert 'width="28" height="28" class="tiny"' in pages[28, 28] and "data:image/png" in pages[28, 28]
-    assert 'width="160" height="53" alt' in pages[900, 300] and "data:image/webp" in pages[900, 300]
+    assert 'width="240" height="80" alt' in pages[900, 300] and "data:image/webp" in pages[900, 300]
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
@@ -132,6 +133,7 @@ def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
 
 def test_a_run_without_figures_has_a_page_of_its_provenance() -> None:
     nothing: dict[str, Any] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
+    nothing["curves"] = {}
     page = render(content(count=0, against=[], slices={}, seconds=[], **nothing))
     links = [each["href"] for tag, each in Elements(page).found if tag == "a"]
     assert links == ["#provenance"]

@@ -110,10 +110,12 @@ def test_cards_name_the_groups_of_their_samples(tmp_path: Path) -> None:
     by = ["group", "early", "tokens*early"]
     result = evaluate(NamedTask(COUNT), tmp_path / "run", batch_size=32, by=by)
     rows = JudgedRows(tmp_path / "run", result)
-    found = Counter(label for sample in rows.samples(range(COUNT)) for label in rows.slices_of(sample.row))
-    wanted = {f"{name}={group['label']}": group["samples"] for name in by for group in result.slices[name]}
-    assert found == wanted and any("<" in label for label in found)
-    assert {label for card in page_of(tmp_path / "run").samples for label in card.slices} <= found.keys()
+    found = Counter(of for sample in rows.samples(range(COUNT)) for of in rows.slices_of(sample.row))
+    wanted = {(name, group["label"]): group["samples"] for name in by for group in result.slices[name]}
+    assert found == wanted and any("<" in label for _, label in found)
+    facets = [card.facets for card in page_of(tmp_path / "run").samples]
+    assert {(by, label) for each in facets for by, labels in each.items() for label in labels} <= {*found}
+    assert all(each.keys() == {*by} for each in facets)
 
 
 def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageContent) -> None:
@@ -135,7 +137,7 @@ def test_an_error_in_show_costs_its_samples_card_alone(page: PageContent) -> Non
     for card in page.samples:
         assert [thing.kind for thing in card.shown] == kinds[card.index % 8]
     picture, table = shown[0][0].picture, shown[2][0].table
-    assert picture is not None and picture.size == (160, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
+    assert picture is not None and picture.size == (240, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
     assert table["number"] == "1"
     assert shown[3][0].text == "TypeError: show returned a int: expected a PIL picture, a text or a mapping"
     assert shown[4][0].text == "ValueError: a picture has 0 x 5 pixels"

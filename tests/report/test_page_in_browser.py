@@ -72,13 +72,13 @@ def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     page.click("#more")
     assert len(visit.cards()) == 40 and not page.is_visible("#more")
 
-    page.select_option("#by-reason", "loss")
+    page.select_option("[data-by=reason]", "loss")
     assert visit.cards() == [f"val/{name}/{at}" for at, name in _samples() if at % 4 == 1]
-    page.select_option("#by-slice", "scanner=A")  # none of them
+    page.select_option("[data-by='facet scanner']", "A")  # none of them
     assert visit.cards() == [] and "0 of 40" in page.inner_text("#found")
     page.click("text=Clear")
-    page.select_option("#by-target", MARKUP)
-    page.select_option("#by-prediction", ESCAPED)
+    page.select_option("[data-by=target]", MARKUP)
+    page.select_option("[data-by=prediction]", ESCAPED)
     assert visit.cards() == [f"val/{MARKUP}/{at}" for at in (0, 5, 10, 20, 25, 30)]
 
     # From a comparison, and from a cell of the matrix, to the samples.
@@ -111,7 +111,7 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     assert page.evaluate("document.activeElement.id") == "theme"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
-    page.focus("#by-reason")
+    page.focus("[data-by=reason]")
     page.keyboard.press("ArrowDown")
     assert "10 of 40" in page.inner_text("#found")
     page.focus("section:has(#classes) .sort >> nth=1")

@@ -163,6 +163,13 @@ def figures(
     annotations: Path, rows: list[dict[str, Any]], kind: str = "bbox", most: int = 100
 ) -> list[float]:
     """pycocotools' figures of a run's rows, read from files as its users do."""
+    return [float(each) for each in coco_evaluation(annotations, rows, kind, most).stats]
+
+
+def coco_evaluation(
+    annotations: Path, rows: list[dict[str, Any]], kind: str = "bbox", most: int = 100
+) -> Any:
+    """Its evaluation, with the tables."""
     from contextlib import redirect_stdout
 
     from pycocotools.coco import COCO
@@ -187,4 +194,4 @@ def figures(
             evaluation.params.maxDets = [1, 10, most]
         for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
             step()
-    return [float(each) for each in evaluation.stats]
+    return evaluation

@@ -32,6 +32,30 @@ def _small(**more: Any) -> dict[str, Any]:
     return {"d_model": 16, "num_queries": 12, "num_labels": 4} | _HEADS | layers | more
 
 
+_SMALL_BACKBONE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 64,
+    "patch_size": 16,
+    "out_indices": [1, 2],
+}
+
+
+def _of_windows(backbone: Any) -> dict[str, Any]:
+    heads = {"decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 2}
+    sizes = {"d_model": 16, "decoder_ffn_dim": 16, "decoder_layers": 1, "decoder_n_points": 2}
+    return {
+        "backbone_config": backbone,
+        "num_queries": 12,
+        "group_detr": 1,
+        "num_labels": 4,
+        **heads,
+        **sizes,
+    }
+
+
 def _rt(kind: str) -> Any:
     backbone = transformers.RTDetrResNetConfig(
         embedding_size=8,
@@ -94,6 +118,24 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "rt_detr": lambda: (_rt("RTDetr"), transformers.RTDetrImageProcessor(size=_SQUARE)),
     "rt_detr_v2": lambda: (_rt("RTDetrV2"), transformers.RTDetrImageProcessor(size=_SQUARE)),
     "d_fine": lambda: (_rt("DFine"), transformers.RTDetrImageProcessor(size=_SQUARE)),
+    "lw_detr": lambda: (
+        transformers.LwDetrConfig(
+            **_of_windows(
+                transformers.LwDetrViTConfig(
+                    window_block_indices=[0], pretrain_image_size=64, num_windows=4, **_SMALL_BACKBONE
+                )
+            ),
+            projector_scale_factors=[1.0],
+        ),
+        transformers.DeformableDetrImageProcessor(size=_SQUARE),
+    ),
+    "rf_detr": lambda: (
+        transformers.RfDetrConfig(
+            **_of_windows(transformers.RfDetrDinov2Config(num_windows=2, **_SMALL_BACKBONE)),
+            intermediate_size=16,
+        ),
+        transformers.RfDetrImageProcessor(size=_SQUARE),
+    ),
     "yolos": lambda: (
         transformers.YolosConfig(
             hidden_size=16,

@@ -5,7 +5,6 @@ Both runs' rows are read a window at a time, so memory does not grow with the nu
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dualeval.engine.folder.layout import JobFacts
 from dualeval.engine.folder.stored_rows import StoredRows, Window
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.samples.subset import ids_of
-from dualeval.engine.values.differences import differing_fingerprints
+from dualeval.engine.values.differences import differing_fingerprints, option_differences
 from dualeval.engine.values.row_comparison import (
     PREDICTION_COLUMNS,
     Difference,
@@ -37,8 +36,6 @@ from dualeval.tasks import Dataset
 _LOSS = "loss"
 # Most ids that are listed; 'dualeval compare --flips' writes all.
 _LISTED = 10
-# Options that change no number, or whose change the data's fingerprints would show.
-_NOT_NAMED = ("workers", "device", "data", "metric", "by", "bins", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +107,7 @@ class Reference:
                 step()
         except DualevalError as error:
             return {**reference, "problem": str(error)}
-        return {**reference, "differs_in": self._differs_in(result), **compared.to_json()}
-
-    def _differs_in(self, result: Result) -> dict[str, list[Any]]:
-        """The options that differ, each with its value in the reference and in the run at hand."""
-        # A tuple in the job is a list in the file.
-        there, here = self.result.job, json.loads(json.dumps(result.job))
-        names = there.keys() & here.keys() - {*_NOT_NAMED}
-        options = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
-        weights = [one.get("fingerprint") for one in (self.result.weights, result.weights)]
-        if weights[0] != weights[1]:
-            options["weights_fingerprint"] = weights
-        return dict(sorted(options.items()))
+        return {**reference, "differs_in": option_differences(self.result, result), **compared.to_json()}
 
 
 class _Compared:

@@ -6,7 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualeval.result import Result
 
 _NAMED = ("structure.", "constants.", "task_attributes.", "metric_options.")
 _HASH = re.compile("[0-9a-f]{6,64}")
@@ -24,6 +27,8 @@ _OF_HASHES = {
 }
 _SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
+# Options that change no number, or whose change the data's fingerprints would show.
+_NO_NUMBER = ("workers", "device", "data", "metric", "by", "bins", "keep")
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
@@ -105,6 +110,18 @@ def typed_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict
         for name in named
         if json.dumps(there[name]) != json.dumps(here[name])
     }
+
+
+def option_differences(there: Result, here: Result) -> dict[str, list[Any]]:
+    """The options that two runs do not share, each with its value in both; and the weights' fingerprints."""
+    # A tuple in a job is a list in its file.
+    one, other = (json.loads(json.dumps(run.job)) for run in (there, here))
+    names = one.keys() & other.keys() - {*_NO_NUMBER}
+    options = {name: [one[name], other[name]] for name in names if one[name] != other[name]}
+    weights = [run.weights.get("fingerprint") for run in (there, here)]
+    if weights[0] != weights[1]:
+        options["weights_fingerprint"] = weights
+    return dict(sorted(options.items()))
 
 
 def _as_typed(value: Any) -> str:

@@ -345,11 +345,9 @@ def with_clusters(
     if name is None or by_clusters is None:
         rough = {**_without_wrong(fields, fields["intervals"]), **fields["rough"]}
         return {**fields, "rough": rough}, rough_warnings(rough)
-    without = [
-        f"no interval of {key} by {name}: its metric does not say how the value follows from each sample"
-        for key in fields["intervals"]
-        if key not in fields["scores"]
-    ]
+    keys = ", ".join(key for key in fields["intervals"] if key not in fields["scores"])
+    why = "its metric does not say how the value follows from each sample"
+    without = [f"no interval of {keys} by {name}: {why}"] if keys else []
     rough = {**_without_wrong(fields, by_clusters.intervals), **by_clusters.rough}
     new = {
         **fields,

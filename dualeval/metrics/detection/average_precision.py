@@ -164,13 +164,15 @@ class AveragePrecision:
     @property
     def keys(self) -> tuple[str, ...]:
         """The names of its values."""
-        return (*self.figures, f"{PREFIXES[self.iou_type]}by_class")
+        prefix = PREFIXES[self.iou_type]
+        return (*self.figures, f"{prefix}by_class", f"{prefix}precision_by_recall")
 
     def compute(self, columns: Mapping[str, Any]) -> Measured:
         """The figures of all images, and of each category."""
         evaluation = self.evaluated(columns)
         values: dict[str, Value] = {key: figure.of(evaluation) for key, figure in self.figures.items()}
-        values[self.keys[-1]] = self._by_class(evaluation)
+        of_classes, of_curves = self.keys[-2:]
+        values |= {of_classes: self._by_class(evaluation), of_curves: self._curves(evaluation)}
         resampled = self._resampled(evaluation) if self.bootstrap else {}
         found = {key: ends for key, each in resampled.items() if (ends := interval(each)) is not None}
         return Measured(
@@ -255,6 +257,16 @@ class AveragePrecision:
         coco.dataset = {"images": images, "categories": categories, "annotations": annotations}
         coco.createIndex()
         return coco
+
+    def _curves(self, evaluation: Any) -> dict[str, Value]:
+        """By overlap, the mean over categories of the precision at each of pycocotools' values of recall."""
+        precision = evaluation.eval["precision"][:, :, :, 0, -1]
+        precision = precision[..., (precision > -1).all(axis=(0, 1))]
+        if not precision.size:
+            return {}
+        of_overlaps = {"0.50": precision[0], "0.75": precision[_THRESHOLDS["75"]]}
+        of_overlaps["0.50 to 0.95"] = precision.mean(axis=0)
+        return {overlap: each.mean(axis=-1).tolist() for overlap, each in of_overlaps.items()}
 
     def _by_class(self, evaluation: Any) -> dict[str, Value]:
         last = len(self.limits) - 1

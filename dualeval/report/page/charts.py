@@ -58,6 +58,17 @@ def draw_calibration(bins: Sequence[Mapping[str, float]]) -> Markup:
         return _svg(figure, "calibration", "Accuracy by confidence")
 
 
+def draw_curves(name: str, curves: Mapping[str, Sequence[float]]) -> Markup:
+    """Precision by recall, a line for each overlap."""
+    with _axes(3.2) as (figure, axes):
+        for (overlap, precision), colour in zip(curves.items(), _PARTS, strict=False):
+            recall = [at / (len(precision) - 1) for at in range(len(precision))]
+            axes.plot(recall, precision, color=_COLOUR[colour], label=overlap)
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
+        figure.legend(loc="outside upper center", ncols=4, fontsize=9, handlelength=1.2, columnspacing=1.2)
+        return _svg(figure, name, f"{name.replace('_', ' ')}, by overlap")
+
+
 def draw_groups(by: str, groups: Sequence[Mapping[str, Any]], whole: Headline, name: str) -> Markup | None:
     """A metric's value and interval in each group, beside its value in all samples; None without values."""
     shown = [each for each in groups if each["metrics"].get(whole.name) is not None][:MOST_GROUPS]

@@ -10,8 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dualeval.comparison.compared import Comparison, compare
-from dualeval.comparison.worst import CONFIDENCE, LOSS, PREDICTION, TARGET, JudgedRows, Sample, flips_of
+from dualeval.comparison.worst import (
+    CONFIDENCE,
+    LOSS,
+    PREDICTION,
+    TARGET,
+    Chosen,
+    JudgedRows,
+    Sample,
+    flips_of,
+)
 from dualeval.errors import with_type
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
@@ -21,9 +33,11 @@ if TYPE_CHECKING:
 
 # Of a page: cards by reason.
 _CARDS, _LOSSES = 60, 30
-_THUMBNAIL = 160  # pixels of the longer side
+_THUMBNAIL = 240  # pixels of the longer side
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
+# How metrics end that are curves.
+CURVES = "precision_by_recall"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,19 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherShown:
+    """What another run says of a sample."""
+
+    folder: str
+    prediction: str | None
+    correct: bool | None
+    confidence: float | None
+    loss: float | None
+    # What there is to see and is not the same in this run.
+    shown: tuple[Shown, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleShown:
     """One sample's card."""
 
@@ -62,10 +89,12 @@ class SampleShown:
     correct: bool | None
     confidence: float | None
     loss: float | None
-    reasons: tuple[str, ...]  # of "mistake", "loss", "lost:0", "gained:0"; 0: number of the run compared with
+    # Of "mistake", "loss", "lost:0", "gained:0", "worse:0", "better:0"; 0: number of the run compared with.
+    reasons: tuple[str, ...]
     columns: Mapping[str, str]  # columns of the data, and further scores, as texts
-    slices: tuple[str, ...]  # labels such as "scanner=A"
+    facets: Mapping[str, tuple[str, ...]]  # by what one looks for samples: groups, and what the task says
     shown: tuple[Shown, ...]
+    others: tuple[OtherShown, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +127,8 @@ class PageContent:
     confusion_names: Sequence[str]
     confusion: Sequence[tuple[int, int, int]]  # target, prediction, count; empty without
     calibration: Sequence[Mapping[str, float]]  # bins: low, high, count, accuracy, confidence; empty without
+    # By metric and overlap, precision at 101 values of recall, 0 to 1.
+    curves: Mapping[str, Any]
     slices: Mapping[str, Sequence[Mapping[str, Any]]]  # Result.slices
     seconds: Sequence[Mapping[str, Any]]  # one a rank: rank, and its seconds by part
     limited_by: str  # one sentence
@@ -120,8 +151,10 @@ def build(
     """
     rows = JudgedRows(folder, result)
     comparisons = [compare(other, folder) for other in against]
-    reasons, cut = _chosen(rows, comparisons)
+    others = [JudgedRows.open(other) for other in against]
+    reasons, cut = _chosen(rows, comparisons, others)
     samples = rows.samples([*reasons])
+    of_others = [_same_samples(other, samples) for other in others]
     confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
     columns, by_class = classes_of(result, confusions)
@@ -133,8 +166,9 @@ def build(
         against=[_against(comparison) for comparison in comparisons],
         warnings=[*result.warnings, *notes],
         samples=[
-            _sample_shown(rows, sample, tuple(why), task)
-            for sample, why in zip(samples, reasons.values(), strict=True)
+            _sample_shown(rows, sample, tuple(why), task, dict(zip(names, of_sample, strict=True)))
+            for names in [[comparison.a["folder"] for comparison in comparisons]]
+            for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
         ],
         samples_total=result.samples["evaluated"],
         worst_by=None if rows.measure is None else rows.measure.name,
@@ -144,6 +178,7 @@ def build(
         confusion_names=[confusion.name(index) for index in range(confusion.classes)] if confusion else [],
         confusion=[(target, guess, count) for target, guess, count in confusion.entries] if confusion else [],
         calibration=rows.calibration(),
+        curves={name: value for name, value in result.metrics.items() if name.endswith(CURVES)},
         slices=result.slices,
         seconds=[{"rank": rank, **seconds} for rank, seconds in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
@@ -209,29 +244,58 @@ def _against(comparison: Comparison) -> Against:
 # -- samples -------------------------------------------------------------------------------------------
 
 
-def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[int, list[str]], str | None]:
+def _chosen(
+    rows: JudgedRows, comparisons: Sequence[Comparison], others: Sequence[JudgedRows]
+) -> tuple[dict[int, list[str]], str | None]:
     """The places of the samples that are shown, with the reasons for each; and what is not shown."""
     wanted = [(listed, "") for listed in rows.lists()]
     for number, comparison in enumerate(comparisons):
         wanted += [(listed, f":{number}") for listed in rows.lists(comparison)]
     reasons: dict[int, list[str]] = {}
     cut = []
-    for listed, behind in wanted:
-        worst = rows.worst(listed, _LOSSES if listed.reason == "loss" else _CARDS)
+
+    def add(reason: str, title: str, worst: Chosen) -> None:
         for place in worst.places:
-            reasons.setdefault(place, []).append(listed.reason + behind)
+            reasons.setdefault(place, []).append(reason)
         if worst.of > len(worst.places):
-            cut.append(f"{len(worst.places):,} of {worst.of:,} ({listed.title})")
+            cut.append(f"{len(worst.places):,} of {worst.of:,} ({title})")
+
+    for listed, behind in wanted:
+        most = _LOSSES if listed.reason == "loss" else _CARDS
+        add(listed.reason + behind, listed.title, rows.worst(listed, most))
+    for number, (comparison, other) in enumerate(zip(comparisons, others, strict=True)):
+        # Where no sample is right or wrong, none flips.
+        if flips_of(comparison) is None and (worse := rows.changed(other)) is not None:
+            add(f"worse:{number}", "worse here than there", _highest(worse))
+            add(f"better:{number}", "better here than there", _highest(-worse))
     return reasons, f"The page shows {', '.join(cut)}." if cut else None
 
 
-def _sample_shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
+def _highest(values: npt.NDArray[np.float64]) -> Chosen:
+    """The places of the highest values above 0; of equal ones the first."""
+    above = np.flatnonzero(values > 0)
+    return Chosen(above[np.argsort(-values[above], kind="stable")][:_LOSSES].tolist(), len(above))
+
+
+def _same_samples(other: JudgedRows, samples: Sequence[Sample]) -> list[Sample | None]:
+    """What another run says of each sample; None of one that it lacks."""
+    import pyarrow
+
+    places = other.places_of(pyarrow.array([str(sample.row["id"]) for sample in samples])).tolist()
+    found = iter(other.samples([place for place in places if place >= 0]))
+    return [next(found) if place >= 0 else None for place in places]
+
+
+def _sample_shown(
+    rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any, others: Mapping[str, Sample | None]
+) -> SampleShown:
     row = sample.row
     named = [*rows.data_names]
     for score in rows.scores.values():
         named += (name for name in (score.column, score.over, score.weight) if name is not None)
     # What a card has in words, or says in its own place.
-    apart = {TARGET, PREDICTION, CONFIDENCE, LOSS, "rank", *([rows.measure.name] if rows.measure else [])}
+    apart = {TARGET, PREDICTION, CONFIDENCE, LOSS, "rank", *(rows.measure.said if rows.measure else ())}
+    shown = _things(task, row)
     return SampleShown(
         id=str(row["id"]),
         index=int(row["index"]),
@@ -247,9 +311,36 @@ def _sample_shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], ta
             if (name in rows.data_names or not (name in apart or isinstance(row[name], bool)))
             and row[name] == row[name]  # no NaN
         },
-        slices=tuple(rows.slices_of(row)),
-        shown=_things(task, row),
+        facets=_facets(rows, row, task),
+        shown=shown,
+        others=tuple(
+            OtherShown(
+                folder=folder,
+                **{name: getattr(other, name) for name in ("prediction", "correct", "confidence", "loss")},
+                # Its own place in that run's data says nothing of this run's.
+                shown=tuple(
+                    each
+                    for each in _things(task, {**other.row, "index": row["index"]})
+                    if all(not _same(each, mine) for mine in shown)
+                ),
+            )
+            for folder, other in others.items()
+            if other is not None
+        ),
     )
+
+
+def _facets(rows: JudgedRows, row: Mapping[str, Any], task: Any) -> dict[str, tuple[str, ...]]:
+    """By what a page's samples are looked for: groups of the run, and what the task says of the row."""
+    facets: dict[str, list[str]] = {}
+    for by, label in rows.slices_of(row):
+        facets.setdefault(by, []).append(label)
+    try:
+        for by, labels in ({} if task is None else task.facets(row)).items():
+            facets.setdefault(str(by), []).extend(map(str, labels))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as of `show`
+        facets["facets failed"] = [with_type(error)]
+    return {by: tuple(dict.fromkeys(labels)) for by, labels in facets.items()}
 
 
 def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:
@@ -275,6 +366,13 @@ def _thing(value: Any) -> Shown:
         # Now: a file that is damaged or closed fails here, and large pictures are not kept.
         return Shown(kind="picture", picture=thumbnail(value))
     raise TypeError(f"show returned a {type(value).__name__}: expected a PIL picture, a text or a mapping")
+
+
+def _same(one: Shown, other: Shown) -> bool:
+    """Whether two things look alike."""
+    if one.picture is None or other.picture is None:
+        return one == other
+    return (one.picture.size, one.picture.tobytes()) == (other.picture.size, other.picture.tobytes())
 
 
 def thumbnail(picture: Image.Image) -> Image.Image:

@@ -41,7 +41,15 @@ _LEVELS = 9  # of the matrix's colours
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
     cards: list[dict[str, Any]] = [
-        {"of": sample, "shown": [_template_values(each) for each in sample.shown], "turn": turn}
+        {
+            "of": sample,
+            "shown": [_template_values(each) for each in sample.shown],
+            "others": [
+                {"of": other, "shown": [_template_values(each) for each in other.shown]}
+                for other in sample.others
+            ],
+            "turn": turn,
+        }
         for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
     ]
     sections = _sections(content)
@@ -66,6 +74,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         ],
         has_ends=any(each.low is not None for each in content.headlines),
         reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+        facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
         script=Markup(script),
@@ -91,6 +100,8 @@ def _reason(reason: str, content: PageContent) -> str:
         "loss": f"worst by {content.worst_by}",
         "lost": f"right in {other}, wrong here",
         "gained": f"wrong in {other}, right here",
+        "worse": f"worse here than in {other} by {content.worst_by}",
+        "better": f"better here than in {other} by {content.worst_by}",
     }.get(kind, reason)
 
 
@@ -105,6 +116,7 @@ def _sections(content: PageContent) -> list[dict[str, Any]]:
         ("samples", "Samples", content.samples, lambda _: []),
         ("confusion", "Confusion", content.confusion, _confusions),
         ("classes", "By class", content.class_rows, lambda _: [{"tables": [of_classes]}]),
+        ("curves", "Precision and recall", content.curves, _curves),
         ("calibration", "Calibration", content.calibration, _calibration),
         ("slices", "Slices", content.slices, _slices),
         ("time", "Time", content.seconds, _seconds),
@@ -188,6 +200,12 @@ def _calibration(content: PageContent) -> list[dict[str, Any]]:
     return [{"charts": drawn, "caption": caption, "tables": tables}]
 
 
+def _curves(content: PageContent) -> list[dict[str, Any]]:
+    drawn = [charts.draw_curves(name, curves) for name, curves in content.curves.items()]
+    caption = "The mean over categories, by the overlap (IoU) from which on a detection is right."
+    return [{"charts": drawn, "caption": caption, "tables": []}]
+
+
 def _slices(content: PageContent) -> list[dict[str, Any]]:
     """By slicing its groups, and charts of as many metrics as there is time for."""
     blocks = []
@@ -256,7 +274,8 @@ def _turns(samples: Sequence[SampleShown]) -> list[int]:
 def _index(sample: SampleShown) -> dict[str, Any]:
     """What the page's filters know of a sample."""
     values = {"reason": sample.reasons, "target": [sample.target], "prediction": [sample.prediction]}
-    values["slice"] = sample.slices
+    # Facets are strangers' names, and none of them is one of these.
+    values |= {f"facet {_seen(facet)}": each for facet, each in sample.facets.items()}
     return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
 
 

@@ -24,20 +24,19 @@ on(one("#theme"), "click", () => {
 const STEP = 24;
 const index = JSON.parse(one("#index").textContent);
 const cards = all("#cards > .card");
-const filters = ["reason", "target", "prediction", "slice"].filter((name) => one(`#by-${name}`));
+const filters = new Map(all("#filters select").map((select) => [select.dataset.by, select]));
 let most = STEP;
 function filter() {
   let found = 0;
   cards.forEach((card, at) => {
-    const wanted = filters.map((name) => [index[at][name], one(`#by-${name}`).value]);
-    card.hidden = !wanted.every(([has, value]) => !value || has.includes(value)) || ++found > most;
+    const fits = ([name, { value }]) => !value || index[at][name]?.includes(value);
+    card.hidden = ![...filters].every(fits) || ++found > most;
   });
   one("#found").textContent = `${found} of ${cards.length} samples`;
   one("#more").hidden = found <= most;
 }
 function choose(wanted) {
-  filters.forEach((name) => {
-    const select = one(`#by-${name}`);
+  filters.forEach((select, name) => {
     const value = wanted[name] ?? "";
     if (value && ![...select.options].some((each) => each.value === value)) select.add(new Option(value, value));
     select.value = value;
@@ -46,9 +45,9 @@ function choose(wanted) {
   filter();
   one("#samples").scrollIntoView();
 }
-filters.slice(1).forEach((name) => {
-  const select = one(`#by-${name}`);
-  const found = [...new Set(index.flatMap((sample) => sample[name]))];
+filters.forEach((select, name) => {
+  if (name === "reason") return;
+  const found = [...new Set(index.flatMap((sample) => sample[name] ?? []))];
   found.sort((a, b) => a.localeCompare(b, "en", { numeric: true })).forEach((each) => select.add(new Option(each, each)));
   select.parentElement.hidden = found.length < 2;
 });

@@ -33,7 +33,7 @@ from dualeval.tasks.detection.detectors import (
 )
 from dualeval.tasks.detection.drawing import drawn
 from dualeval.tasks.detection.masks import as_text, codes_of
-from dualeval.tasks.detection.matches import matches_of
+from dualeval.tasks.detection.matches import facets_of, matches_of
 from dualeval.tasks.detection.pictures import AnnotatedPictures, open_annotated, padded
 from dualeval.tasks.keywords import DetectionKeywords
 from dualeval.tasks.options.detection import DetectionOptions
@@ -384,11 +384,17 @@ class Detection(PictureTask):
         return {"rule": rule, "classes": classes}
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture, and the picture with what was found, missed, and is not there."""
+        """The picture with what was found, missed, and is not there."""
         picture = self._dataset.picture(place_of(self._dataset, row))
         if not {"bbox", "segm"} & {*self._kinds}:
             return picture
-        return picture, drawn(picture, row, self._dataset.annotations.categories)
+        return drawn(picture, row, self._dataset.annotations.categories)
+
+    def facets(self, row: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+        """Which categories were found, missed, and not there, with what overlap and with what score."""
+        if not {"bbox", "segm"} & {*self._kinds}:
+            return {}
+        return facets_of(row, self._dataset.annotations.categories)
 
     def options(self) -> dict[str, Any]:
         options = self._options

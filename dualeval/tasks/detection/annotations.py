@@ -238,11 +238,11 @@ def _by_id(
     for place, each in enumerate(entries):
         for key, kind in kinds.items():
             value: Any = each.get(key) if isinstance(each, dict) else None
-            is_small = key in ("width", "height") and isinstance(value, int) and value < 1
-            if type(value) is not kind or is_small:
+            least = 1 if key in ("width", "height") else -(2**63)
+            if type(value) is not kind or (isinstance(value, int) and not least <= value < 2**63):
                 raise UsageError(
                     f"{path}: entry {place} of {of!r} has {key} {value!r:.80}, expected "
-                    f"{'a text' if kind is str else 'a whole number'}"
+                    f"{'a text' if kind is str else 'a whole number of 64 bits'}"
                 )
         if known.setdefault(each["id"], each) is not each:
             raise UsageError(f"{path} has the id {each['id']} twice in {of!r}: remove one, or renumber it.")

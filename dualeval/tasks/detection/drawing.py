@@ -10,23 +10,30 @@ from PIL import Image, ImageDraw
 from dualeval.tasks.detection.masks import runs_of
 from dualeval.tasks.detection.matches import matches_of
 
+# Pixels of the longer side, of small pictures and of large ones: what is written there is read on a page.
+_SIDE = 240
+
 
 def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int, str]) -> Image.Image:
-    """A picture with its boxes: green what was found, orange what was missed, red what is not there.
+    """A picture with its boxes: green found, orange missed, red not there.
 
     Objects that were taken for others have the other's name in red.
     """
-    matches, image = matches_of(row), picture.copy()
-    draw, width = ImageDraw.Draw(image), max(1, min(picture.size) // 150)
-    true, found = (_boxes_of(row, name) for name in ("true_", ""))
+    matches, scale = matches_of(row), _SIDE / max(picture.size)
+    image = picture.convert("RGB").resize([max(1, round(scale * side)) for side in picture.size])
+    draw = ImageDraw.Draw(image)
+    true, found = (
+        [tuple(scale * each for each in box) for box in _boxes_of(row, name)] for name in ("true_", "")
+    )
 
     def mark(box: Sequence[float], colour: str, label: int, score: float | None = None) -> None:
-        draw.rectangle([*box], outline=colour, width=width)
-        draw.text(
-            (box[0] + width, box[1]),
-            f"{categories[label]}{'' if score is None else f' {score:.2f}'}",
-            fill=colour,
-        )
+        draw.rectangle([*box], outline=colour)
+        text = f"{categories[label]}{'' if score is None else f' {score:.2f}'}"
+        # Within the picture, whatever the box.
+        _, _, width, height = draw.textbbox((0, 0), text)
+        left, top = max(0, min(box[0], image.width - width - 2)), max(0, min(box[1], image.height - height))
+        draw.rectangle([left, top, left + width + 2, top + height], fill=colour)
+        draw.text((left + 1, top), text, fill="black" if colour == "orange" else "white")
 
     for place in matches.missed:
         mark(true[place], "orange", row["true_labels"][place])
@@ -34,7 +41,7 @@ def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int,
         mark(found[place], "red", row["labels"][place], row["scores"][place])
     for one, other in matches.pairs:
         right = row["true_labels"][one] == row["labels"][other]
-        draw.rectangle([*true[one]], outline="lime", width=width)
+        draw.rectangle([*true[one]], outline="lime")
         mark(found[other], "green" if right else "red", row["labels"][other], row["scores"][other])
     return image
 

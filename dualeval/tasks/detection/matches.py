@@ -15,6 +15,8 @@ from dualeval.tasks.detection.masks import runs_of
 
 # What is compared with what: usual values, which nobody needs to agree with.
 OVERLAP, SCORE = 0.5, 0.5
+# Of overlaps and scores, by which one looks for pictures.
+_BINS = {0.9: "0.90 to 1.00", 0.75: "0.75 to 0.90", 0.5: "0.50 to 0.75"}
 
 
 class Matches(NamedTuple):
@@ -30,14 +32,16 @@ class Matches(NamedTuple):
 
 def matches_of(row: Mapping[str, Any]) -> Matches:
     """Which of a picture's detections lie on which of its objects, from its row."""
-    found: Sequence[Any]
-    true: Sequence[Any]
-    if "boxes" in row:
-        found = [(left, top, right - left, bottom - top) for left, top, right, bottom in row["boxes"]]
-        true = [tuple(box) for box in row["true_boxes"]]
-    else:
-        found, true = (runs_of(row[name]) for name in ("masks", "true_masks"))
+    found, true = _compared(row)
     return match(found, row["scores"], row["labels"], true, row["true_labels"], row["true_crowds"])
+
+
+def _compared(row: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The detections and the objects of a row, as ``match`` takes them."""
+    if "boxes" not in row:
+        return runs_of(row["masks"]), runs_of(row["true_masks"])
+    found = [(left, top, right - left, bottom - top) for left, top, right, bottom in row["boxes"]]
+    return found, [tuple(box) for box in row["true_boxes"]]
 
 
 def match(
@@ -73,6 +77,26 @@ def match(
         elif not any(crowd and row[each] >= OVERLAP for each, crowd in enumerate(crowds)):
             false.append(place)
     return Matches(pairs, sorted(free), false)
+
+
+def facets_of(row: Mapping[str, Any], categories: Mapping[int, str]) -> dict[str, list[str]]:
+    """By what one looks for a picture: an object that is taken for another is missed, the other not there."""
+    matches = matches_of(row)
+    overlaps = _overlaps(*_compared(row), row["true_crowds"])
+    true, labels = ([categories[each] for each in row[name]] for name in ("true_labels", "labels"))
+    wrong = [(one, other) for one, other in matches.pairs if true[one] != labels[other]]
+    false = [*matches.false, *(other for _, other in wrong)]
+    return {
+        "found": [true[one] for one, other in matches.pairs if true[one] == labels[other]],
+        "missed": [true[each] for each in [*matches.missed, *(one for one, _ in wrong)]],
+        "not there": [labels[each] for each in false],
+        "overlap (IoU)": [_bin(overlaps[other, one]) for one, other in matches.pairs],
+        "score, not there": [_bin(row["scores"][each]) for each in false],
+    }
+
+
+def _bin(value: float) -> str:
+    return next(named for low, named in _BINS.items() if value >= low)
 
 
 def _overlaps(found: Sequence[Any], true: Sequence[Any], crowds: Sequence[bool]) -> npt.NDArray[np.float64]:

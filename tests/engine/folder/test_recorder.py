@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from dualeval.columns.ragged import values_of
 from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.folder import recorder
-from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
+from dualeval.engine.folder.journal import FinishedChunks, JournalWriter, read_journal, read_journal_file
 from dualeval.engine.folder.recorder import HandedBatch, Ledger, Recorder
 from dualeval.engine.folder.row_windows import EVALUATED
 from dualeval.engine.folder.stored_rows import MemoryWriter
@@ -284,6 +285,7 @@ MISSING = r"1 of 3 chunks .* chunk 2 \(samples 8 to 9\): folded 0 times, 0 evalu
         (folded(), "3 of 3 chunks"),
         (folded(0, 1, last=(1, 0)), "folded 1 times, 1 evaluated and 0 failed of 2"),
         (Ledger(EvalPlan(num_samples=100, batch_size=1), []), r"and 90 more$"),
+        (Ledger(EvalPlan(num_samples=10, batch_size=1), []), r"10 of 10 chunks .* failed of 1$"),
     ],
 )
 def test_missing_double_and_wrong_chunks_are_named(ledger: Ledger, message: str) -> None:
@@ -338,6 +340,18 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert file.read_rows("top", 1, 3).tolist() == [[3, 4], [5, 6]]
     assert file.read_rows("loss", 2, 3).tolist() == [2.0]
     assert values_of(file.read_rows("loss", 1, 1)).shape == (0,)
+
+
+def test_files_of_plain_columns_are_those_of_earlier_versions(path: Path) -> None:
+    assert path.read_bytes().startswith(b"DUALEVL3")
+
+
+def test_the_machine_of_a_finished_run_is_that_of_its_first_file(path: Path) -> None:
+    first = read_journal_file(path)
+    other = replace(first, machine={"model": "other"}, chunks=(0,))
+    chunks = FinishedChunks(files=(first, other), remaining=(), left_out=())
+    assert chunks.machine({"model": "now"}) == {"model": "m"}
+    assert replace(chunks, remaining=(7,)).machine({"model": "now"}) == {"model": "now"}
 
 
 def test_every_flipped_byte_and_every_truncation_is_noticed(path: Path, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def test_keys_are_those_of_coco() -> None:
     sizes = ("small", "medium", "large")
     assert keys == (
         *("ap", "ap50", "ap75", *(f"ap_{size}" for size in sizes)),
-        *("ar1", "ar10", "ar100", *(f"ar_{size}" for size in sizes), "by_class"),
+        *("ar1", "ar10", "ar100", *(f"ar_{size}" for size in sizes)),
+        *("by_class", "precision_by_recall"),
     )
     assert AveragePrecision({1: "a"}, iou_type="segm", truth=("masks", "labels")).name == "mask_ap"
 

@@ -16,15 +16,17 @@ from PIL import Image
 from pycocotools import mask
 from torch import Tensor, nn
 
+import dualeval
 from dualeval.errors import DualevalError, UsageError
-from dualeval.result import Result
+from dualeval.report.page.content import build
+from dualeval.result import Result, read_result
 from dualeval.tasks.detection import Detection
 from dualeval.tasks.detection.masks import runs_of, true_code
 from dualeval.tasks.detection.matches import Matches, match
 from dualeval.tasks.detection.pictures import padded
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.conftest import check_doors
-from tests.vehicles.coco_data import CATEGORIES, SIGMAS, Finder, figures, write_coco
+from tests.vehicles.coco_data import CATEGORIES, SIGMAS, Finder, coco_evaluation, figures, write_coco
 from tests.vehicles.made_detectors import FAMILIES, write_detector
 
 KEYS = (
@@ -499,6 +501,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda c: c["images"][0].pop("width"),
         "entry 0 of 'images' has width None, expected a whole number",
     ),
+    "an id of 65 bits": (
+        lambda c: c["images"][0].update(id=2**63),
+        "entry 0 of 'images' has id 9223372036854775808, expected a whole number of 64 bits",
+    ),
     "no pictures": (lambda c: c["images"].clear(), "its list 'images' is empty"),
     "no lists": (lambda c: c.pop("annotations"), "has no list 'annotations': found images, categories"),
     "lvis": (lambda c: c["images"][0].update(neg_category_ids=[1]), "are of LVIS"),
@@ -614,14 +620,71 @@ def test_other_annotations_are_other_data(home: Path, tmp_path: Path) -> None:
         assert task(home, **changed(home, tmp_path, change)).dataset().fingerprint(24) != one
 
 
-def test_the_page_shows_both_kinds_of_boxes(home: Path, tmp_path: Path) -> None:
+def test_the_page_shows_what_was_found_missed_and_not_there(home: Path) -> None:
+    """Of each kind its colour, also where an object is taken for another, and boxes end beyond a picture."""
     detection = task(home)
-    evaluate(detection, tmp_path / "out", batch_size=8)
-    row = next(row for row in rows(tmp_path / "out") if row["true_boxes"])
-    picture, drawn = detection.show(row)
-    assert picture.size == drawn.size
-    colours = {colour for _, colour in drawn.getcolors(1 << 24)}
-    assert {(0, 255, 0), (0, 128, 0)} <= colours or (255, 165, 0) in colours
+    cat, dog = (0.0, 0.0, 40.0, 40.0), (50.0, 50.0, 30.0, 30.0)
+    row = {
+        "id": detection.dataset().id(0),
+        "index": 0,
+        "true_boxes": [cat, dog, (90.0, 90.0, 30.0, 30.0)],
+        "true_labels": [3, 7, 12],
+        "true_crowds": [False] * 3,
+        "boxes": [(0.0, 0.0, 40.0, 38.0), (50.0, 50.0, 80.0, 75.0), (5.0, 99.0, 999.0, 120.0), cat],
+        "labels": [3, 12, 7, 3],
+        "scores": [0.95, 0.8, 0.6, 0.4],
+    }
+    colours = {colour for _, colour in detection.show(row).getcolors(1 << 24)}
+    assert {(0, 255, 0), (0, 128, 0), (255, 165, 0), (255, 0, 0)} <= colours
+    assert detection.facets(row) == {
+        "found": ["cat"],
+        "missed": ["fox", "red dog"],
+        "not there": ["red dog", "fox"],
+        "overlap (IoU)": ["0.90 to 1.00", "0.75 to 0.90"],
+        "score, not there": ["0.50 to 0.75", "0.75 to 0.90"],
+    }
+    nothing: dict[str, list[Any]] = {"labels": [], "scores": [], "boxes": []}
+    assert detection.facets({**row, **nothing})["missed"] == ["cat", "red dog", "fox"]
+
+
+def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> None:
+    """Pictures that one run has better and worse than the other, with the boxes of both."""
+    evaluate(task(home), tmp_path / "a", batch_size=8, by=["site"])
+    evaluate(task(home, score_threshold=0.6), tmp_path / "b", batch_size=8, by=["site"])
+    result = read_result(tmp_path / "b/result.json")
+    page = build(result, tmp_path / "b", task(home), against=[tmp_path / "a"])
+    f1 = [
+        {row["id"]: row["twice_right"] / row["boxes_of_both"] for row in rows(run) if row["boxes_of_both"]}
+        for run in (tmp_path / "a", tmp_path / "b")
+    ]
+    change = {name: f1[1][name] - f1[0][name] for name in f1[0].keys() & f1[1].keys()}
+    of = {
+        reason: {card.id for card in page.samples if reason in card.reasons}
+        for reason in ("worse:0", "better:0")
+    }
+    assert of["worse:0"] == {name for name, each in change.items() if each < 0} != set()
+    assert of["better:0"] == {name for name, each in change.items() if each > 0}
+    for card in page.samples:
+        [other] = card.others
+        assert (card.loss, other.loss) == (f1[1].get(card.id), f1[0].get(card.id))
+        assert card.facets["site"] and len(card.shown) == 1 and len(other.shown) <= 1
+    # Equal pictures are shown once.
+    assert {len(card.others[0].shown) for card in page.samples} == {0, 1}
+    evaluation = coco_evaluation(home / "instances.json", rows(tmp_path / "b"))
+    there = [at for at in range(4) if (evaluation.eval["precision"][:, :, at, 0, -1] > -1).all()]
+    precision = evaluation.eval["precision"][:, :, there, 0, -1]
+    curves = page.curves["precision_by_recall"]
+    assert curves["0.75"] == pytest.approx(precision[5].mean(-1))
+    assert curves["0.50 to 0.95"] == pytest.approx(precision.mean((0, 2)))
+    assert sum(curves["0.50"]) / 101 == pytest.approx(result.metrics["ap50"])
+
+
+def test_a_comparison_names_thresholds_that_differ(home: Path, tmp_path: Path) -> None:
+    for name, threshold in (("a", None), ("b", 0.3)):
+        evaluate(task(home, score_threshold=threshold), tmp_path / name, batch_size=8)
+    found = dualeval.compare(tmp_path / "a", tmp_path / "b")
+    assert found.differs_in == {"score_threshold": [None, 0.3]}
+    assert "differs in      score_threshold none -> 0.3" in str(found)
 
 
 def test_f1_and_confusions_are_of_matches_at_one_overlap(home: Path, tmp_path: Path) -> None:
