@@ -250,9 +250,12 @@ def _look(
     # Samples of the first batch in other batches.
     beside = [samples for samples in beside if samples]
     start = perf_counter()
-    several = read_alone(
-        evaluation, *pieces, *beside, pieces[0], step=lambda _: step(Stage.LOAD, chunk), notes=of_reading
-    )
+    parts = [*pieces, *beside, pieces[0]]
+
+    def reading(place: int) -> None:
+        step(Stage.LOAD, evaluation.plan.chunk_of(parts[place].start))
+
+    several = read_alone(evaluation, *parts, step=reading, notes=of_reading)
     reads_fast = perf_counter() - start < _READ_WITHIN_S
     *read, again = [data for data, _ in several]
     read, others = read[: len(pieces)], read[len(pieces) :]

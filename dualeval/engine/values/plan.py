@@ -56,6 +56,10 @@ class EvalPlan:
         batches = self.chunk_batches(chunk)
         return range(self.batch_samples(batches[0]).start, self.batch_samples(batches[-1]).stop)
 
+    def chunk_of(self, sample: int) -> int:
+        """Number of the chunk of a sample."""
+        return ((sample // self.batch_size + 1) * self.num_chunks - 1) // self.num_batches
+
     def chunk_sizes(self) -> npt.NDArray[np.int64]:
         """Number of samples of each chunk, shape (chunks,)."""
         batches = np.arange(self.num_chunks + 1, dtype=np.int64) * self.num_batches // self.num_chunks

@@ -232,6 +232,8 @@ def test_chunks_cover_every_sample_once(samples: int, batch_size: int) -> None:
     assert batches == list(range(plan.num_batches))
     sizes = [len(plan.chunk_samples(chunk)) for chunk in range(plan.num_chunks)]
     assert plan.chunk_sizes().tolist() == sizes
+    chunks = range(plan.num_chunks)
+    assert all({*map(plan.chunk_of, plan.chunk_samples(chunk))} == {chunk} for chunk in chunks)
     assert plan.samples_in(range(0, plan.num_chunks, 3)) == sum(sizes[::3])
     assert [len(plan.batch_samples(batch)) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
 
