@@ -1,14 +1,12 @@
-"""The task detection: pycocotools' figures to the last bit, families of networks, and what is refused."""
+"""The task detection: pycocotools' figures to the last bit, families of networks, and categories."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -16,61 +14,13 @@ from PIL import Image
 from pycocotools import mask
 from torch import Tensor, nn
 
-import dualeval
-from dualeval.errors import DualevalError, UsageError
-from dualeval.report.page.content import build
-from dualeval.result import Result, read_result
-from dualeval.tasks.detection import Detection
 from dualeval.tasks.detection.masks import runs_of, true_code
-from dualeval.tasks.detection.matches import Matches, match
 from dualeval.tasks.detection.pictures import padded
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.conftest import check_doors
-from tests.vehicles.coco_data import CATEGORIES, SIGMAS, Finder, coco_evaluation, figures, write_coco
+from tests.tasks.detection.jobs import KEYS, Wrong, changed, refused, rows, task, values
+from tests.vehicles.coco_data import CATEGORIES, SIGMAS, Finder, figures
 from tests.vehicles.made_detectors import FAMILIES, write_detector
-
-KEYS = (
-    *("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"),
-    *("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"),
-)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pictures and annotations."""
-    folder = tmp_path_factory.mktemp("coco")
-    write_coco(folder, 24)
-    return folder
-
-
-def task(home: Path, **changes: Any) -> Detection:
-    given = {"model": Finder(), "data": home / "pictures", "annotations": home / "instances.json", **changes}
-    return Detection(**given)
-
-
-def changed(home: Path, folder: Path, change: Callable[[Any], object]) -> dict[str, Any]:
-    """The same pictures with other annotations."""
-    content = json.loads((home / "instances.json").read_text())
-    change(content)
-    path = folder / "changed.json"
-    path.write_text(json.dumps(content))
-    return {"annotations": path}
-
-
-def refused(home: Path, match: str, **changes: Any) -> None:
-    with pytest.raises(UsageError, match=match):
-        evaluate(task(home, **changes), None, batch_size=8)
-
-
-def rows(out: Path) -> list[dict[str, Any]]:
-    """A run's rows as Python values."""
-    found: list[dict[str, Any]] = pyarrow.parquet.read_table(out / "predictions.parquet").to_pylist()
-    return found
-
-
-def values(result: Result) -> list[Any]:
-    return [result.metrics[key] for key in KEYS]
-
 
 # -- the figures ------------------------------------------------------------------------------------------
 
@@ -415,22 +365,6 @@ def test_categories_that_only_one_side_has_are_named(home: Path) -> None:
     assert any("detections of tree" in note for note in detection.notes())
 
 
-# -- what is refused --------------------------------------------------------------------------------------
-
-
-class Wrong(Finder):
-    """Gives what others take boxes for."""
-
-    def __init__(self, change: Callable[[dict[str, Tensor]], Any]) -> None:
-        super().__init__()
-        self.change = change
-
-    def _of(self, picture: Tensor) -> Any:
-        found = super()._of(picture)
-        # Not of the blank pictures that a model is tried on.
-        return self.change(found) if picture.max() > 0 else found
-
-
 def with_boxes(change: Callable[[Tensor], Tensor]) -> nn.Module:
     return Wrong(lambda found: {**found, "boxes": change(found["boxes"])})
 
@@ -463,288 +397,6 @@ def with_boxes(change: Callable[[Tensor], Tensor]) -> nn.Module:
 )
 def test_outputs_that_are_no_boxes_are_refused(home: Path, model: nn.Module, match: str) -> None:
     refused(home, match, model=model)
-
-
-def _doubled(key: str) -> Callable[[Any], object]:
-    return lambda content: content[key].append(content[key][0])
-
-
-CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "image twice": (_doubled("images"), "the id 1000 twice in 'images'"),
-    "file twice": (
-        lambda c: c["images"].append({**c["images"][0], "id": 5}),
-        "the file_name 000.png in two of its images",
-    ),
-    "annotation twice": (_doubled("annotations"), "twice in 'annotations'"),
-    "category twice": (
-        lambda c: c["categories"].append({"id": 99, "name": "cat"}),
-        "several categories of the name 'cat'",
-    ),
-    "unknown image": (
-        lambda c: c["annotations"][0].update(image_id=1),
-        "image_id 1, which none of the 24 images has",
-    ),
-    "unknown category": (
-        lambda c: c["annotations"][0].update(category_id=0),
-        "category_id 0, which none of the 4 categories",
-    ),
-    "no box": (
-        lambda c: c["annotations"][0].pop("bbox"),
-        "has bbox None, expected left, top, width and height",
-    ),
-    "negative": (lambda c: c["annotations"][0].update(bbox=[1, 2, -3, 4]), "the last two not negative"),
-    "corners": (
-        lambda c: [each.update(bbox=[60, 60, 149, 149]) for each in c["annotations"]],
-        "boxes end beyond their pictures.*subtract",
-    ),
-    "no width": (
-        lambda c: c["images"][0].pop("width"),
-        "entry 0 of 'images' has width None, expected a whole number",
-    ),
-    "an id of 65 bits": (
-        lambda c: c["images"][0].update(id=2**63),
-        "entry 0 of 'images' has id 9223372036854775808, expected a whole number of 64 bits",
-    ),
-    "no pictures": (lambda c: c["images"].clear(), "its list 'images' is empty"),
-    "no lists": (lambda c: c.pop("annotations"), "has no list 'annotations': found images, categories"),
-    "lvis": (lambda c: c["images"][0].update(neg_category_ids=[1]), "are of LVIS"),
-}
-
-
-@pytest.mark.parametrize("name", [*CHANGES])
-def test_annotations_that_are_not_right_are_refused(home: Path, tmp_path: Path, name: str) -> None:
-    change, match = CHANGES[name]
-    refused(home, match, **changed(home, tmp_path, change))
-
-
-def test_other_files_are_refused(home: Path, tmp_path: Path) -> None:
-    results, xml = tmp_path / "results.json", tmp_path / "a.xml"
-    results.write_text("[]")
-    xml.write_text("<annotation/>")
-    refused(home, "is a list, as COCO writes detections", annotations=results)
-    refused(home, "as Pascal VOC has them, is not read", annotations=xml)
-    refused(home, "does not exist: expected a JSON file", annotations=tmp_path / "none.json")
-    refused(home, "expected the folder of the pictures", data=tmp_path / "none")
-    refused(home, "none of the pictures that .* names is there", data=tmp_path)
-    refused(home, "--annotations is not given, and looked for", annotations=None)
-
-
-def test_annotations_are_found_where_data_sets_have_them(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations" / "instances_val2017.json").write_bytes((home / "instances.json").read_bytes())
-    (tmp_path / "val2017").symlink_to(home / "pictures")
-    one = task(home, data=tmp_path / "val2017", annotations=None)
-    other = task(home, data=tmp_path, annotations=None)
-    assert one.dataset().path_of(0) == other.dataset().path_of(0) == str(tmp_path / "val2017" / "000.png")
-
-
-# -- pictures ---------------------------------------------------------------------------------------------
-
-
-def _turned(folder: Path, home: Path, orientation: int, *, swaps: bool) -> None:
-    """Write the same data with a picture that EXIF turns."""
-    folder.mkdir()
-    for path in (home / "pictures").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    image: Image.Image = Image.open(folder / "000.png")
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    if swaps:
-        image = image.transpose(Image.Transpose.ROTATE_90)
-    image.save(folder / "000.png", exif=exif)
-
-
-def test_a_picture_is_turned_if_its_annotations_are(home: Path, tmp_path: Path) -> None:
-    _turned(tmp_path / "turned", home, 6, swaps=True)
-    result = evaluate(task(home, data=tmp_path / "turned"), None, batch_size=8)
-    assert values(result) == values(evaluate(task(home), None, batch_size=8))
-
-
-def test_a_picture_that_fits_both_ways_is_asked_for(home: Path, tmp_path: Path) -> None:
-    _turned(tmp_path / "turned", home, 3, swaps=False)
-    with pytest.raises(DualevalError, match="fit both ways: type --orientation stored"):
-        evaluate(task(home, data=tmp_path / "turned"), None, batch_size=8)
-    stored = evaluate(task(home, data=tmp_path / "turned", orientation="stored"), None, batch_size=8)
-    assert values(stored) == values(evaluate(task(home), None, batch_size=8))
-    shown = evaluate(task(home, data=tmp_path / "turned", orientation="shown"), None, batch_size=8)
-    assert values(shown) != values(stored)
-
-
-def test_a_picture_of_another_size_is_named(home: Path, tmp_path: Path) -> None:
-    _turned(tmp_path / "other", home, 1, swaps=True)
-    with pytest.raises(DualevalError, match="pixels, and its annotations are for"):
-        evaluate(task(home, data=tmp_path / "other"), None, batch_size=8)
-    result = evaluate(task(home, data=tmp_path / "other"), tmp_path / "out", batch_size=8, on_error="skip")
-    assert result.samples["failed"] == 1
-
-
-def test_grey_and_cmyk_pictures_are_read(home: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kinds"
-    folder.mkdir()
-    for path in (home / "pictures").iterdir():
-        image = Image.open(path)
-        kind = {"000.png": "L", "001.png": "CMYK"}.get(path.name, "RGB")
-        image.convert(kind).save(folder / path.name, format="TIFF" if kind == "CMYK" else "PNG")
-    assert evaluate(task(home, data=folder), None, batch_size=8).samples["failed"] == 0
-
-
-def test_notes_name_objects_without_size(home: Path, tmp_path: Path) -> None:
-    def change(content: Any) -> None:
-        content["annotations"][0]["bbox"][2] = 0
-        content["annotations"][1].pop("area")
-
-    notes = task(home, **changed(home, tmp_path, change)).notes()
-    assert "1 object without width or height: no detection can find them." in notes
-    assert "1 object without area: that of the box was taken." in notes
-
-
-def test_what_the_file_says_of_pictures_makes_groups(home: Path, tmp_path: Path) -> None:
-    result = evaluate(task(home), tmp_path / "out", batch_size=8, by=["site"])
-    assert [group["label"] for group in result.slices["site"]] == ["north", "south"]
-    north = [row for row in rows(tmp_path / "out") if row["site"] == "north"]
-    content = json.loads((home / "instances.json").read_text())
-    ids = {row["image_id"] for row in north}
-    content["images"] = [each for each in content["images"] if each["id"] in ids]
-    content["annotations"] = [each for each in content["annotations"] if each["image_id"] in ids]
-    (tmp_path / "north.json").write_text(json.dumps(content))
-    assert result.slices["site"][0]["metrics"]["ap"] == figures(tmp_path / "north.json", north)[0]
-
-
-def test_other_annotations_are_other_data(home: Path, tmp_path: Path) -> None:
-    one = task(home).dataset().fingerprint(24)
-    for change in (
-        lambda content: content["annotations"][0].update(iscrowd=1 - content["annotations"][0]["iscrowd"]),
-        lambda content: content["annotations"][0]["bbox"].__setitem__(0, 1.0),
-        lambda content: content["categories"][2].update(name="birds"),
-    ):
-        assert task(home, **changed(home, tmp_path, change)).dataset().fingerprint(24) != one
-
-
-def test_the_page_shows_what_was_found_missed_and_not_there(home: Path) -> None:
-    """Of each kind its colour, also where an object is taken for another, and boxes end beyond a picture."""
-    detection = task(home)
-    cat, dog = (0.0, 0.0, 40.0, 40.0), (50.0, 50.0, 30.0, 30.0)
-    row = {
-        "id": detection.dataset().id(0),
-        "index": 0,
-        "true_boxes": [cat, dog, (90.0, 90.0, 30.0, 30.0)],
-        "true_labels": [3, 7, 12],
-        "true_crowds": [False] * 3,
-        "boxes": [(0.0, 0.0, 40.0, 38.0), (50.0, 50.0, 80.0, 75.0), (5.0, 99.0, 999.0, 120.0), cat],
-        "labels": [3, 12, 7, 3],
-        "scores": [0.95, 0.8, 0.6, 0.4],
-    }
-    colours = {colour for _, colour in detection.show(row).getcolors(1 << 24)}
-    assert {(0, 255, 0), (0, 128, 0), (255, 165, 0), (255, 0, 0)} <= colours
-    assert detection.facets(row) == {
-        "found": ["cat"],
-        "missed": ["fox", "red dog"],
-        "not there": ["red dog", "fox"],
-        "overlap (IoU)": ["0.90 to 1.00", "0.75 to 0.90"],
-        "score, not there": ["0.50 to 0.75", "0.75 to 0.90"],
-    }
-    nothing: dict[str, list[Any]] = {"labels": [], "scores": [], "boxes": []}
-    assert detection.facets({**row, **nothing})["missed"] == ["cat", "red dog", "fox"]
-
-
-def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> None:
-    """Pictures that one run has better and worse than the other, with the boxes of both."""
-    evaluate(task(home), tmp_path / "a", batch_size=8, by=["site"])
-    evaluate(task(home, score_threshold=0.6), tmp_path / "b", batch_size=8, by=["site"])
-    result = read_result(tmp_path / "b/result.json")
-    page = build(result, tmp_path / "b", task(home), against=[tmp_path / "a"])
-    f1 = [
-        {row["id"]: row["twice_right"] / row["boxes_of_both"] for row in rows(run) if row["boxes_of_both"]}
-        for run in (tmp_path / "a", tmp_path / "b")
-    ]
-    change = {name: f1[1][name] - f1[0][name] for name in f1[0].keys() & f1[1].keys()}
-    of = {
-        reason: {card.id for card in page.samples if reason in card.reasons}
-        for reason in ("worse:0", "better:0")
-    }
-    assert of["worse:0"] == {name for name, each in change.items() if each < 0} != set()
-    assert of["better:0"] == {name for name, each in change.items() if each > 0}
-    for card in page.samples:
-        [other] = card.others
-        assert (card.loss, other.loss) == (f1[1].get(card.id), f1[0].get(card.id))
-        assert card.facets["site"] and len(card.shown) == 1 and len(other.shown) <= 1
-    # Equal pictures are shown once.
-    assert {len(card.others[0].shown) for card in page.samples} == {0, 1}
-    evaluation = coco_evaluation(home / "instances.json", rows(tmp_path / "b"))
-    there = [at for at in range(4) if (evaluation.eval["precision"][:, :, at, 0, -1] > -1).all()]
-    precision = evaluation.eval["precision"][:, :, there, 0, -1]
-    curves = page.curves["precision_by_recall"]
-    assert curves["0.75"] == pytest.approx(precision[5].mean(-1))
-    assert curves["0.50 to 0.95"] == pytest.approx(precision.mean((0, 2)))
-    assert sum(curves["0.50"]) / 101 == pytest.approx(result.metrics["ap50"])
-
-
-def test_a_comparison_names_thresholds_that_differ(home: Path, tmp_path: Path) -> None:
-    for name, threshold in (("a", None), ("b", 0.3)):
-        evaluate(task(home, score_threshold=threshold), tmp_path / name, batch_size=8)
-    found = dualeval.compare(tmp_path / "a", tmp_path / "b")
-    assert found.differs_in == {"score_threshold": [None, 0.3]}
-    assert "differs in      score_threshold none -> 0.3" in str(found)
-
-
-def test_f1_and_confusions_are_of_matches_at_one_overlap(home: Path, tmp_path: Path) -> None:
-    result = evaluate(task(home), tmp_path / "out", batch_size=5)
-    places = {number: place for place, number in enumerate(CATEGORIES)}
-    hits = both = 0
-    pairs: dict[tuple[int, int], int] = {}
-    for row in rows(tmp_path / "out"):
-        taken, objects = set(), [place for place, crowd in enumerate(row["true_crowds"]) if not crowd]
-        order = sorted(range(len(row["scores"])), key=lambda place: -row["scores"][place])
-        counted = [place for place in order if row["scores"][place] >= 0.5]
-        by_hand = []
-        for place in counted:
-            label, box = row["labels"][place], row["boxes"][place]
-            # Boxes of two categories overlap, too: the same category first.
-            best = max(
-                (
-                    each
-                    for each in objects
-                    if each not in taken and overlap(box, row["true_boxes"][each]) >= 0.5
-                ),
-                key=lambda each: (row["true_labels"][each] == label, overlap(box, row["true_boxes"][each])),
-                default=None,
-            )
-            if best is not None:
-                taken.add(best)
-                by_hand.append((places[row["true_labels"][best]], places[label]))
-            elif not any(
-                crowd and overlap(box, row["true_boxes"][each], crowd=True) >= 0.5
-                for each, crowd in enumerate(row["true_crowds"])
-            ):
-                by_hand.append((4, places[label]))
-        by_hand += [(places[row["true_labels"][each]], 4) for each in objects if each not in taken]
-        hits += sum(one == other for one, other in by_hand)
-        both += sum((one != 4) + (other != 4) for one, other in by_hand)
-        for pair in by_hand:
-            pairs[pair] = pairs.get(pair, 0) + 1
-    assert result.metrics["f1"] == 2 * hits / both
-    assert result.intervals["f1"][0] < result.metrics["f1"] < result.intervals["f1"][1]
-    matrix: Any = result.metrics["confusion_matrix"]
-    assert matrix == {"classes": 5, "entries": [[*pair, count] for pair, count in sorted(pairs.items())]}
-    assert result.labels["classes"] == [*CATEGORIES.values(), "nothing"]
-
-
-def overlap(box: list[float], true: list[float], *, crowd: bool = False) -> float:
-    """Intersection over union of x1, y1, x2, y2 and of left, top, width, height."""
-    width = min(box[2], true[0] + true[2]) - max(box[0], true[0])
-    height = min(box[3], true[1] + true[3]) - max(box[1], true[1])
-    both = max(width, 0) * max(height, 0)
-    own = (box[2] - box[0]) * (box[3] - box[1])
-    return both / (own if crowd else own + true[2] * true[3] - both)
-
-
-def test_matches_prefer_the_same_category() -> None:
-    box = (0.0, 0.0, 10.0, 10.0)
-    found = match([box, box], [0.9, 0.8], [2, 1], [box, (0, 0, 10, 9)], [1, 2], [False, False])
-    assert found == Matches([(1, 0), (0, 1)], [], [])
-    assert match([box], [0.4], [1], [box], [1], [False]) == Matches([], [0], [])
-    assert match([box, box], [0.9, 0.9], [1, 2], [box], [1], [True]) == Matches([], [], [])
-    assert match([], [], [], [], [], []) == Matches([], [], [])
 
 
 def test_a_batch_of_one_shape_is_only_stacked() -> None:
