@@ -156,7 +156,7 @@ def _tests(metrics: Mapping[str, MetricComparison]) -> str:
     for test in dict.fromkeys(metric.test for metric in metrics.values()):
         names = [name for name, metric in metrics.items() if metric.test == test]
         exact = [
-            f"{name} {_p_text(metric.p_exact)}"
+            f"{name} {p_text(metric.p_exact)}"
             for name, metric in metrics.items()
             if metric.test == test and metric.p_exact is not None
         ]
@@ -171,13 +171,18 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for name, metric in comparison.metrics.items():
         a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
-        difference, low, high = (
-            in_unit(metric, value, signed=True) for value in (metric.difference, *metric.interval)
-        )
-        behind = _behind(metric)
-        interval = f"{low} to {high}{behind}"
-        rows.append((name, a, b, difference + behind, interval, _p_text(metric.p_holm), metric.shown))
+        difference, interval = shown_difference(metric)
+        rows.append((name, a, b, difference, interval, p_text(metric.p_holm), metric.shown))
     return rows
+
+
+def shown_difference(metric: MetricComparison) -> tuple[str, str]:
+    """The difference with its sign, such as "-0.12 pp", and its interval."""
+    difference, low, high = (
+        in_unit(metric, value, signed=True) for value in (metric.difference, *metric.interval)
+    )
+    behind = _behind(metric)
+    return difference + behind, f"{low} to {high}{behind}"
 
 
 def _tables_of_groups(comparison: Comparison) -> Iterator[tuple[str, list[Sequence[str]]]]:
@@ -196,9 +201,8 @@ def _tables_of_groups(comparison: Comparison) -> Iterator[tuple[str, list[Sequen
                     continue
                 metric = group.metrics[name]
                 a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
-                low, high = (in_unit(metric, value, signed=True) for value in metric.interval)
                 shown = "" if group.small else metric.shown
-                interval = f"{low} to {high}{_behind(metric)}"
+                _, interval = shown_difference(metric)
                 rows.append((label, f"{group.samples:,}{small}", name, a, b, interval, shown))
         yield printable(by), rows
 
@@ -259,7 +263,7 @@ def in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> 
     return f"{sign}{factor * value:,.{decimals}f}"
 
 
-def _p_text(value: float) -> str:
+def p_text(value: float) -> str:
     if value < _SMALLEST_P:
         return f"<{_SMALLEST_P:g}"
     # Not as 0.05 what is below it.

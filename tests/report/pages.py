@@ -19,23 +19,39 @@ NAMES = [MARKUP, ESCAPES, "cat", "dog", "{{ 7 * 7 }}"]
 def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any) -> PageContent:
     """A page's content with something of everything; fields may be changed."""
     whole = PageContent(
+        name="net",
         title=f"net: {MARKUP}",
         about=[("data", f"val {ESCAPES}")],
         headlines=[
             Headline(name="loss", value=0.4, low=0.3, high=0.5, unit=None, direction="lower", rough=None),
             Headline(
-                name="top1", value=0.8, low=0.7, high=0.9, unit="fraction", direction="higher", rough="few"
+                name="top1",
+                value=0.8,
+                low=0.7,
+                high=0.9,
+                unit="fraction",
+                direction="higher",
+                rough="few",
+                differences={MARKUP: ("+1.20 pp", "+0.40 to +2.00 pp")},
             ),
             Headline(name="none", value=None, low=None, high=None, unit=None, direction=None, rough=None),
         ],
         against=[
             Against(
+                name=MARKUP,
                 folder=f"runs/{MARKUP}",
-                verdict="this run is better in loss; undecided: top1 (20 flips)",
+                verdict="net is better in loss; undecided: top1 (20 flips)",
                 rows=[
-                    {"name": "loss", "a": 0.5, "b": 0.4, "difference": -0.1, "low": -0.2, "high": -0.05}
+                    {
+                        "name": "loss",
+                        "a": 0.5,
+                        "b": 0.4,
+                        "difference": -0.1,
+                        "texts": ("-0.1", "-0.2 to -0.05"),
+                    }
                     | {"p": 1e-9, "verdict": "B is better", "unit": None}
                 ],
+                slices={"scanner": {"cat": {"top1": ("-1,234.5 pp", "-2,000 to +3 pp")}}},
                 lost=8,
                 gained=12,
                 notes=[],
@@ -46,8 +62,11 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         samples_total=10_000,
         worst_by="loss",
         cut=None,
-        class_columns=["class", "support", "recall"],
-        class_rows=[(name, 100 - at, None if at == 3 else 0.5 + at / 10) for at, name in enumerate(NAMES)],
+        class_columns=["class", "support", "recall", f"recall vs {MARKUP}"],
+        class_rows=[
+            (name, 100 - at, None if at == 3 else 0.5 + at / 10, None if at == 3 else at / 10 - 0.1)
+            for at, name in enumerate(NAMES)
+        ],
         confusion_names=NAMES,
         confusion=[(at, at, 90) for at in range(5)] + [(0, 1, 8), (2, 3, 12), (3, -1, 2)],
         calibration=[
@@ -92,7 +111,7 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         shown=(things[number % 4],),
         others=(
             OtherShown(
-                folder=f"runs/{MARKUP}",
+                run=MARKUP,
                 prediction=ESCAPES,
                 correct=not right,
                 confidence=0.25,

@@ -123,7 +123,7 @@ def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
         content(
             confusion_names=names,
             confusion=[(0, 0, 6), (0, 1, 2), (5, 7, 30), (9, -1, 1)],
-            class_rows=[(name, 1, 1.0) for name in names],
+            class_rows=[(name, 1, 1.0, 0.5) for name in names],
         )
     )
     assert 'id="matrix"' not in page

@@ -15,6 +15,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
+from dualeval.report.comparison import shown_difference
 from dualeval.report.page.content import PageContent, Shown, build, limited_by
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
@@ -121,11 +122,14 @@ def test_cards_name_the_groups_of_their_samples(tmp_path: Path) -> None:
 def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageContent) -> None:
     found = dualeval.compare(*runs)
     [against] = page.against
-    assert against.verdict == found.said_of("this run")
+    assert against.verdict == found.said_of(page.name)
+    assert (page.name, against.name) == (runs[1].name, runs[0].name)
     rows = {row["name"]: row for row in against.rows}
     assert rows.keys() == found.metrics.keys()
     top1 = found.metrics["top1"]
-    assert (rows["top1"]["low"], rows["top1"]["high"], rows["top1"]["p"]) == (*top1.interval, top1.p_holm)
+    assert rows["top1"]["texts"] == shown_difference(top1) and rows["top1"]["p"] == top1.p_holm
+    [of_top1] = [each for each in page.headlines if each.name == "top1"]
+    assert of_top1.differences == {against.name: shown_difference(top1)}
     assert any(note.startswith("Not compared: ") and "ece" in note for note in against.notes)
     assert page.calibration and sum(each["count"] for each in page.calibration) == COUNT
 

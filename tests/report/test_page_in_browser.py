@@ -89,9 +89,9 @@ def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
 
     by_class = page.locator("section:has(#classes) table")
     recalls = by_class.locator("tbody tr td:nth-child(3)")
-    by_class.locator("text=recall").click()
+    by_class.locator("text='recall'").click()
     assert recalls.all_inner_texts() == ["0.9000", "0.7000", "0.6000", "0.5000", "–"]
-    by_class.locator("text=recall").click()
+    by_class.locator("text='recall'").click()
     assert recalls.all_inner_texts() == ["0.5000", "0.6000", "0.7000", "0.9000", "–"]
     assert by_class.locator("th[aria-sort=ascending]").inner_text() == "recall"
     by_class.locator("text=support").click()

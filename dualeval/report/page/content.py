@@ -24,7 +24,8 @@ from dualeval.comparison.worst import (
     Sample,
     flips_of,
 )
-from dualeval.errors import with_type
+from dualeval.errors import UsageError, with_type
+from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 _CARDS, _LOSSES = 60, 30
 _THUMBNAIL = 240  # pixels of the longer side
 # By class these come first, as far as they are there.
-_FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
+_FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy", "ap", "ap50", "ar")
+# Between a column of a table and the run from which the difference is.
+VERSUS = " vs "
 # How metrics end that are curves.
 CURVES = "precision_by_recall"
 
@@ -53,6 +56,8 @@ class Headline:
     direction: str | None
     # Why the interval may cover less than 95 %.
     rough: str | None
+    # By the other run's name, the difference from it and its interval, as they are shown.
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ class Shown:
 class OtherShown:
     """What another run says of a sample."""
 
-    folder: str
+    run: str
     prediction: str | None
     correct: bool | None
     confidence: float | None
@@ -101,18 +106,22 @@ class SampleShown:
 class Against:
     """The comparison with one other run."""
 
+    name: str
     folder: str
     verdict: str
-    rows: Sequence[Mapping[str, Any]]  # one a metric: name, a, b, difference, low, high, p, verdict
+    rows: Sequence[Mapping[str, Any]]  # one a metric: name, a, b, difference, texts of it, p, verdict
     lost: int | None
     gained: int | None
     notes: Sequence[str]
+    # By grouping, label and metric, the difference in a group as it is shown.
+    slices: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageContent:
     """All that a page says."""
 
+    name: str  # of the run
     title: str
     about: Sequence[tuple[str, str]]
     headlines: Sequence[Headline]
@@ -150,6 +159,7 @@ def build(
     types to run it again, and ``notes`` stand beside the result's warnings.
     """
     rows = JudgedRows(folder, result)
+    name, *names = _names([folder, *against])
     comparisons = [compare(other, folder) for other in against]
     others = [JudgedRows.open(other) for other in against]
     reasons, cut = _chosen(rows, comparisons, others)
@@ -157,17 +167,20 @@ def build(
     of_others = [_same_samples(other, samples) for other in others]
     confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
-    columns, by_class = classes_of(result, confusions)
+    columns, by_class = _classes_beside(classes_of(result, confusions), names, others)
     model = result.description.get("model", "")
     return PageContent(
+        name=name,
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
         about=_about(result),
-        headlines=_headlines(result),
-        against=[_against(comparison) for comparison in comparisons],
+        headlines=_headlines(result, dict(zip(names, comparisons, strict=True))),
+        against=[
+            _against(comparison, name, other, _of_groups(result, each, folder))
+            for comparison, other, each in zip(comparisons, names, against, strict=True)
+        ],
         warnings=[*result.warnings, *notes],
         samples=[
             _sample_shown(rows, sample, tuple(why), task, dict(zip(names, of_sample, strict=True)))
-            for names in [[comparison.a["folder"] for comparison in comparisons]]
             for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
         ],
         samples_total=result.samples["evaluated"],
@@ -198,7 +211,17 @@ def _about(result: Result) -> list[tuple[str, str]]:
     return [*task, *result.description.items(), ("samples", samples), *clustered, *finished]
 
 
-def _headlines(result: Result) -> list[Headline]:
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What runs are called: their folders, with as much before them as tells them apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len({*names}) == len({*parts}):
+            break
+    return names
+
+
+def _headlines(result: Result, comparisons: Mapping[str, Comparison]) -> list[Headline]:
     return [
         Headline(
             name=name,
@@ -208,6 +231,11 @@ def _headlines(result: Result) -> list[Headline]:
             unit=result.units.get(name),
             direction=result.directions.get(name),
             rough=result.rough.get(name),
+            differences={
+                other: shown_difference(comparison.metrics[name])
+                for other, comparison in comparisons.items()
+                if name in comparison.metrics
+            },
         )
         for name, value in result.metrics.items()
         if value is None or isinstance(value, int | float)
@@ -215,22 +243,41 @@ def _headlines(result: Result) -> list[Headline]:
     ]
 
 
-def _against(comparison: Comparison) -> Against:
+def _of_groups(result: Result, a: Path, b: Path) -> dict[str, dict[str, dict[str, tuple[str, str]]]]:
+    """The differences in each group of the run, by metrics that have a number of each sample."""
+    if not result.slices:
+        return {}
+    metrics, bins = [*result.scores], result.job.get("bins") or ()
+    try:
+        groups = compare(a, b, metrics=metrics, by=[*result.slices], bins=bins).slices
+    except UsageError:  # the other run has no such column, or no such metric
+        return {}
+    return {
+        by: {
+            group.label: {name: shown_difference(metric) for name, metric in group.metrics.items()}
+            for group in of
+            if not group.small
+        }
+        for by, of in groups.items()
+    }
+
+
+def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, Any]) -> Against:
     flips = flips_of(comparison)
     by_reason: dict[str, list[str]] = {}
     for name, reason in comparison.not_compared.items():
         by_reason.setdefault(reason, []).append(name)
     reasons = [f"Not compared: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
     return Against(
+        name=other,
         folder=comparison.a["folder"],
-        verdict=comparison.said_of("this run"),
+        verdict=comparison.said_of(run),
         rows=[
             {
                 **{each: getattr(metric, each) for each in ("a", "b", "difference", "unit")},
+                "texts": shown_difference(metric),
                 "verdict": metric.shown,
                 "name": name,
-                "low": metric.interval[0],
-                "high": metric.interval[1],
                 "p": metric.p_holm,
             }
             for name, metric in comparison.metrics.items()
@@ -238,6 +285,7 @@ def _against(comparison: Comparison) -> Against:
         lost=None if flips is None else len(flips.lost),
         gained=None if flips is None else len(flips.gained),
         notes=[*comparison.notes, *reasons],
+        slices=slices,
     )
 
 
@@ -315,7 +363,7 @@ def _sample_shown(
         shown=shown,
         others=tuple(
             OtherShown(
-                folder=folder,
+                run=run,
                 **{name: getattr(other, name) for name in ("prediction", "correct", "confidence", "loss")},
                 # Its own place in that run's data says nothing of this run's.
                 shown=tuple(
@@ -324,7 +372,7 @@ def _sample_shown(
                     if all(not _same(each, mine) for mine in shown)
                 ),
             )
-            for folder, other in others.items()
+            for run, other in others.items()
             if other is not None
         ),
     )
@@ -399,6 +447,28 @@ def classes_of(result: Result, confusions: Mapping[str, Confusion]) -> tuple[lis
         for index in range(count)
     ]
     return ["class", *columns] if columns else [], rows
+
+
+def _classes_beside(
+    own: tuple[list[str], list[list[Any]]], names: Sequence[str], others: Sequence[JudgedRows]
+) -> tuple[list[str], list[list[Any]]]:
+    """The table of the classes, with the differences from other runs' figures of classes of these names."""
+    columns, rows = own
+    for run, other in zip(names, others, strict=True):
+        theirs, of_classes = classes_of(other.result, confusions_of(other.result, other.folder))
+        by_name = {each[0]: dict(zip(theirs, each, strict=True)) for each in of_classes}
+        compared = [name for name in columns if name in _FIRST and name != "support" and name in theirs]
+        known = [dict(zip(columns, row, strict=True)) for row in rows]
+        columns = [*columns, *(f"{name}{VERSUS}{run}" for name in compared)]
+        rows = [
+            [*row, *(_difference(of[name], by_name.get(of["class"], {}).get(name)) for name in compared)]
+            for row, of in zip(rows, known, strict=True)
+        ]
+    return columns, rows
+
+
+def _difference(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def limited_by(timing: Mapping[str, Any]) -> str:

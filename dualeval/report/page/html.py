@@ -17,8 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dualeval.messages import counted, printable_lines
+from dualeval.report.comparison import p_text
 from dualeval.report.page import charts
-from dualeval.report.page.content import thumbnail
+from dualeval.report.page.content import VERSUS, thumbnail
 from dualeval.report.table import shown_numbers
 from dualeval.result import TimedStage
 
@@ -94,14 +95,14 @@ def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) 
 
 def _reason(reason: str, content: PageContent) -> str:
     kind, _, number = reason.partition(":")
-    other = content.against[int(number)].folder if number else ""
+    run, other = content.name, content.against[int(number)].name if number else ""
     return {
         "mistake": "confident mistakes",
         "loss": f"worst by {content.worst_by}",
-        "lost": f"right in {other}, wrong here",
-        "gained": f"wrong in {other}, right here",
-        "worse": f"worse here than in {other} by {content.worst_by}",
-        "better": f"better here than in {other} by {content.worst_by}",
+        "lost": f"right in {other}, wrong in {run}",
+        "gained": f"wrong in {other}, right in {run}",
+        "worse": f"worse in {run} than in {other} by {content.worst_by}",
+        "better": f"better in {run} than in {other} by {content.worst_by}",
     }.get(kind, reason)
 
 
@@ -110,7 +111,8 @@ def _reason(reason: str, content: PageContent) -> str:
 
 def _sections(content: PageContent) -> list[dict[str, Any]]:
     """What follows the first screen, in order, as far as there is something to show."""
-    of_classes = _table("Metrics by class", content.class_columns, content.class_rows)
+    rows = [[*map(_of_class, content.class_columns, row)] for row in content.class_rows]
+    of_classes = _table("Metrics by class", content.class_columns, rows)
     wanted: tuple[tuple[str, str, Any, Callable[[PageContent], list[dict[str, Any]]]], ...] = (
         ("against", "Comparison", content.against, _comparisons),
         ("samples", "Samples", content.samples, lambda _: []),
@@ -137,18 +139,24 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
     return {"value": "" if value is None else value, "text": "–" if text is None else text, "small": small}
 
 
+def _of_class(column: str, value: Any) -> Any:
+    """A cell by class: of a difference from another run with its sign."""
+    return _cell(value, f"{value:+.4f}") if VERSUS in column and isinstance(value, float) else value
+
+
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     blocks = []
     for number, each in enumerate(content.against):
-        columns = ("metric", each.folder, "this run", "difference", "95 % interval", "p", "verdict")
-        flips = (
-            (f"lost:{number}", each.lost, f"right in {each.folder}, wrong here"),
-            (f"gained:{number}", each.gained, f"wrong in {each.folder}, right here"),
-        )
+        columns = ("metric", each.name, content.name, "difference", "95 % interval", "p", "verdict")
+        flips = [
+            (reason, count, _reason(reason, content))
+            for reason, count in ((f"lost:{number}", each.lost), (f"gained:{number}", each.gained))
+        ]
+        rows = [_compared(row, content.name) for row in each.rows]
         blocks.append(
             {
-                "title": each.folder,
-                "tables": [_table(f"Comparison with {each.folder}", columns, [*map(_compared, each.rows)])],
+                "title": each.name,
+                "tables": [_table(f"Comparison with {each.name}", columns, rows)],
                 "flips": [(why, counted(n, "sample"), text) for why, n, text in flips if n is not None],
                 "notes": each.notes,
             }
@@ -156,14 +164,12 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     return blocks
 
 
-def _compared(row: Mapping[str, Any]) -> list[Any]:
-    numbers = [row[key] for key in ("a", "b", "difference", "low", "high")]
-    shown = iter(shown_numbers(*(each for each in numbers if each is not None), unit=row["unit"]))
-    *texts, low, high = (None if number is None else next(shown) for number in numbers)
-    cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
-    cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
-    p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
-    return [row["name"], *cells, _cell(row["p"], p_value), row["verdict"].removeprefix("B is ")]
+def _compared(row: Mapping[str, Any], run: str) -> list[Any]:
+    texts = [*shown_numbers(row["a"], row["b"], unit=row["unit"]), *row["texts"]]
+    keys = ("a", "b", "difference", "difference")
+    cells = [_cell(row[key], text) for key, text in zip(keys, texts, strict=True)]
+    verdict = row["verdict"].replace("B is ", f"{run} is ")
+    return [row["name"], *cells, _cell(row["p"], p_text(row["p"])), verdict]
 
 
 def _confusions(content: PageContent) -> list[dict[str, Any]]:
@@ -218,11 +224,26 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
             for at, each in enumerate(_drawn(shown, groups)[:most])
         ]
         left -= len(drawn)
+        beside = [
+            (each.name, other.name, other.slices[name])
+            for other in content.against
+            if name in other.slices
+            for each in shown
+            if any(each.name in of_group for of_group in other.slices[name].values())
+        ]
         rows = [
-            [_cell(each["label"], small=each.get("small")), each["samples"], *_values(each, shown)]
+            [
+                _cell(each["label"], small=each.get("small")),
+                each["samples"],
+                *_values(each, shown),
+                *(_changed(of.get(each["label"], {}).get(metric)) for metric, _, of in beside),
+            ]
             for each in groups
         ]
-        columns = ("group", "samples", *(each.name for each in shown))
+        columns = (
+            *("group", "samples", *(each.name for each in shown)),
+            *(f"{metric}{VERSUS}{other}" for metric, other, _ in beside),
+        )
         caption = (
             "Values with 95 % intervals; dashed: all samples. Grey: small, too few samples for a statement."
         )
@@ -246,6 +267,14 @@ def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dic
         text, ends = _texts(value, group["intervals"].get(each.name) or (), each.unit)
         rough = " (rough)" if ends and each.name in group.get("rough", {}) else ""
         yield _cell(value, text, ends + rough)
+
+
+def _changed(difference: tuple[str, str] | None) -> dict[str, Any]:
+    """The cell of a group's difference from another run."""
+    if difference is None:
+        return _cell(None)
+    shown, ends = difference
+    return _cell(float(shown.partition(" ")[0].replace(",", "")), shown, ends)
 
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
