@@ -64,7 +64,8 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     help="Another finished run over the same samples, to compare with; give it again for more.",
 )
 @click.option("--out", type=PATH, metavar="FILE", help="File of the page.  [default: RUN/report.html]")
-def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
+@click.option("--paths", is_flag=True, help="Name folders of this machine, as commands need them.")
+def report(run: Path, against: Sequence[Path], out: Path | None, paths: bool) -> None:
     """Write one HTML file that shows a finished run: figures, samples, classes, comparison.
 
     \b
@@ -93,7 +94,7 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
         and contents_now(task.dataset(), job["samples"]) != job["contents"]
     ):
         task, problem = None, f"files of the data of {run} have changed since: none of them is shown."
-    page = write_report(run, task, against=against, out=out, problem=problem)
+    page = write_report(run, task, against=against, out=out, problem=problem, paths=paths)
     click.echo(f"the report is in {page}")
 
 

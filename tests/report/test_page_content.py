@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,27 @@ def test_a_sentence_says_what_limited_the_run(ranks: list[dict[str, float]], set
     assert limited_by({"total_s": 1.0, "setup_s": 1.0, "evaluate_s": 0.0}) == ""
 
 
+def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
+    task = NamedTask(COUNT)
+    task.show = lambda row: (_ for _ in ()).throw(OSError("/data/raw/a b.png: no such file"))  # type: ignore[method-assign]
+    notes = ["read from '/home/me/val/x.csv' and https://host/a/b", "top/bottom 3/4"]
+    command = f"dualeval run --data {runs[1]}/data.csv --out ~/runs/b"
+    found = page_of(runs[1], task, against=[runs[0]], command=command, notes=notes)
+    assert found.warnings[-2:] == ["read from '…/x.csv' and https://host/a/b", "top/bottom 3/4"]
+    assert dict(found.provenance)["command to reproduce"] == "dualeval run --data …/data.csv --out ~/runs/b"
+    assert not {"folder", "job file"} & {*dict(found.provenance)}
+    assert {card.shown[0].text for card in found.samples} == {"OSError: …/a b.png: no such file"}
+    assert "/data/raw" not in str(found) and str(runs[1]) not in str(replace(found, against=()))
+    whole = page_of(runs[1], task, command=command, paths=True)
+    assert dict(whole.provenance)["folder"] == str(runs[1]) and str(runs[1]) in str(whole)
+
+
 def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:
     result = read_result(runs[1] / "result.json")
     found = dict(page.provenance)
     assert found["metrics_digest"] == result.metrics_digest
     assert found["samples_digest"] == result.samples_digest
-    assert Path(found["job file"]).is_file()
+    assert Path(dict(page_of(runs[1], paths=True).provenance)["job file"]).is_file()
     assert f"torch {result.versions['torch']}" in found["versions"]
     assert not any("command" in name for name in found)
     assert ("command to reproduce", "dualeval run") in page_of(runs[1], command="dualeval run").provenance

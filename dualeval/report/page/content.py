@@ -5,8 +5,9 @@ The pictures of a sample are what ``task.show(row)`` returns (``_things``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ _CARDS, _LOSSES = 60, 30
 _THUMBNAIL = 240  # pixels of the longer side
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy", "ap", "ap50", "ar")
+# What an absolute path begins with; in a URL nothing is one.
+_FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 # Between a column of a table and the run from which the difference is.
 VERSUS = " vs "
 # How metrics end that are curves.
@@ -152,11 +155,13 @@ def build(
     against: Sequence[Path] = (),
     command: str | None = None,
     notes: Sequence[str] = (),
+    paths: bool = False,
 ) -> PageContent:
     """Read what the page of a finished run says; each run of ``against`` is A, and this one is B.
 
     Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
-    types to run it again, and ``notes`` stand beside the result's warnings.
+    types to run it again, and ``notes`` stand beside the result's warnings. Without ``paths`` no folder of
+    this machine is named: a page is sent to others.
     """
     rows = JudgedRows(folder, result)
     name, *names = _names([folder, *against])
@@ -169,7 +174,7 @@ def build(
     confusion = next(iter(confusions.values()), None)
     columns, by_class = _classes_beside(classes_of(result, confusions), names, others)
     model = result.description.get("model", "")
-    return PageContent(
+    content = PageContent(
         name=name,
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
         about=_about(result),
@@ -195,7 +200,43 @@ def build(
         slices=result.slices,
         seconds=[{"rank": rank, **seconds} for rank, seconds in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
-        provenance=_provenance(result, folder, command),
+        provenance=_provenance(result, folder, command, paths=paths),
+    )
+    return content if paths else _without_folders(content)
+
+
+def _without_folders(content: PageContent) -> PageContent:
+    """The same without the folders that absolute paths begin with; texts of the data stay as they are."""
+
+    def short(text: str) -> str:
+        return _FOLDERS.sub("…/", text)
+
+    def pairs(items: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(name, short(text)) for name, text in items]
+
+    def of_things(things: Sequence[Shown]) -> tuple[Shown, ...]:
+        return tuple(
+            replace(each, text=short(each.text)) if each.kind == "error" else each for each in things
+        )
+
+    def of_sample(sample: SampleShown) -> SampleShown:
+        return replace(
+            sample,
+            id=short(sample.id),
+            columns=dict(pairs([*sample.columns.items()])),
+            facets={facet: tuple(map(short, labels)) for facet, labels in sample.facets.items()},
+            shown=of_things(sample.shown),
+            others=tuple(replace(each, shown=of_things(each.shown)) for each in sample.others),
+        )
+
+    return replace(
+        content,
+        title=short(content.title),
+        about=pairs(content.about),
+        warnings=[*map(short, content.warnings)],
+        against=[replace(each, notes=[*map(short, each.notes)]) for each in content.against],
+        samples=[*map(of_sample, content.samples)],
+        provenance=pairs(content.provenance),
     )
 
 
@@ -488,11 +529,11 @@ def limited_by(timing: Mapping[str, Any]) -> str:
     return f"{text}."
 
 
-def _provenance(result: Result, folder: Path, command: str | None) -> list[tuple[str, str]]:
+def _provenance(result: Result, folder: Path, command: str | None, *, paths: bool) -> list[tuple[str, str]]:
     entries = {
         "command to reproduce": command,
-        "folder": str(folder.absolute()),
-        "job file": str((folder / JOB).absolute()),
+        "folder": str(folder.absolute()) if paths else None,
+        "job file": str((folder / JOB).absolute()) if paths else None,
         "metrics_digest": result.metrics_digest,
         "samples_digest": result.samples_digest,
         "job fingerprint": result.fingerprint,

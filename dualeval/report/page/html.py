@@ -81,6 +81,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         script=Markup(script),
         policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"style-src {_hash(style)}; script-src {_hash(script)}",
+        breaking=_breaking,
         index=_as_script([_index(card["of"]) for card in cards]),
     )
 
@@ -344,6 +345,11 @@ def _environment() -> Environment:
         # Of each value that the template writes, before it is escaped.
         finalize=lambda value: _seen(value) if type(value) is str else value,
     )
+
+
+def _breaking(text: str) -> Markup:
+    """An id or a path that a line may end within, behind a slash."""
+    return Markup("/<wbr>").join(_seen(text).split("/"))
 
 
 def _seen(text: str) -> str:

@@ -41,11 +41,12 @@ def write_report(
     out: Path | None = None,
     problem: str = "",
     shown: Result | None = None,
+    paths: bool = False,
 ) -> Path:
     """Make the page of the finished run in a folder, and write it; returns its file.
 
     A ``problem`` says why the task is None, and so what is missing. ``shown`` is the result as it was shown,
-    where its groups may be others than those of the run.
+    where its groups may be others than those of the run. With ``paths`` it names folders of this machine.
     """
     from dualeval.options.job import command_of
     from dualeval.report.page.content import build
@@ -55,7 +56,8 @@ def write_report(
     result = read_result(folder / RESULT)
     if shown is not None:
         result = replace(result, slices=shown.slices, warnings=shown.warnings)
-    content = build(result, folder, task, against=against, command=command_of(result.job), notes=notes)
+    command = command_of(result.job)
+    content = build(result, folder, task, against=against, command=command, notes=notes, paths=paths)
     path = out or folder / REPORT
     try:
         write_text(path, render(content))
