@@ -76,6 +76,17 @@ class Chosen(NamedTuple):
     of: int
 
 
+class Judged(NamedTuple):
+    """Some rows, a list of each; None for what could not be read or has none."""
+
+    ids: list[str]
+    # Those that judge: target, prediction, confidence.
+    columns: dict[str, list[Any]]
+    right: list[bool | None] | None
+    # By the run's `measure`.
+    measured: list[float | None] | None
+
+
 class Listed(NamedTuple):
     """What a list of samples is called, and how these are chosen."""
 
@@ -123,6 +134,18 @@ class JudgedRows:
         for score in (self._right, self.measure and self.measure.score):
             read += score.columns if score else ()
         self._columns = tuple(dict.fromkeys(read))
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The data's columns and those of the scores, without what is said of a sample in its own place."""
+        scores = [
+            name
+            for score in self.scores.values()
+            for name in (score.column, score.over, score.weight)
+            if name is not None and self._kinds[name] != "b"
+        ]
+        apart = {TARGET, PREDICTION, CONFIDENCE, LOSS, "rank", *(self.measure.said if self.measure else ())}
+        return (*self.data_names, *(name for name in dict.fromkeys(scores) if name not in apart))
 
     @classmethod
     def open(cls, folder: Path, metric: str | None = None) -> JudgedRows:
@@ -235,6 +258,27 @@ class JudgedRows:
             values, there = self.measure.of(columns)
             measured[places] = np.where(there, values, np.nan)
         return measured
+
+    def judged(self, places: npt.NDArray[np.int64]) -> Judged:
+        """How these rows, in this order, are judged."""
+        kept = {name: np.array(self.rows.some(name, places), object) for name in self._columns}
+        there = np.full(len(places), True)
+        for column in kept.values():
+            there &= np.array([each is not None for each in column], bool)
+        columns: _Columns = {name: np.array(column[there].tolist()) for name, column in kept.items()}
+
+        def spread(values: npt.NDArray[Any], has: Any = True) -> list[Any]:
+            found = np.full(len(places), None, object)
+            rows = np.flatnonzero(there)[np.broadcast_to(has, len(values))]
+            found[rows] = values[np.broadcast_to(has, len(values))]
+            return list(found.tolist())
+
+        return Judged(
+            ids=self.rows.some("id", places) or [],
+            columns={name: kept[name].tolist() for name in (TARGET, PREDICTION, CONFIDENCE) if name in kept},
+            right=spread(self._is_right(columns)) if self.judges else None,
+            measured=None if self.measure is None else spread(*self.measure.of(columns)),
+        )
 
     def places_of(self, ids: Any) -> npt.NDArray[np.int64]:
         """The rows of ids, a ``pyarrow.Array``; -1 for those that are not there."""

@@ -60,6 +60,20 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         warnings=[f"warned of {MARKUP}"],
         samples=[sample(number, picture) for number in range(count)],
         samples_total=10_000,
+        rows={
+            "of": 20_000,
+            "columns": [
+                {"name": "id", "texts": [f"val/{NAMES[at % 5]}/{at}" for at in range(500)]},
+                {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES},
+                {"name": "right", "values": [at % 2 for at in range(500)], "texts": ["right", "wrong"]},
+                {"name": "loss", "values": [None if at == 7 else (at * 37) % 500 for at in range(500)]},
+                {
+                    "name": "right, less",
+                    "values": [at % 3 % 2 for at in range(500)],
+                    "texts": ["right", "wrong"],
+                },
+            ],
+        },
         worst_by="loss",
         cut=None,
         class_columns=["class", "support", "recall", f"recall vs {MARKUP}"],

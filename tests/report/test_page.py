@@ -47,7 +47,7 @@ def test_markup_in_names_is_text_on_the_page() -> None:
     elements = Elements(page)
     assert MARKUP not in page and ESCAPES not in page and "\x1b" not in page
     # In a script it is text as well.
-    assert page.count("</script>") == 2
+    assert page.count("</script>") == 3
     assert {MARKUP, ESCAPED, "{{ 7 * 7 }}", f"net: {MARKUP}"} <= {text.strip() for text in elements.texts}
     page.encode("utf-8")
 
@@ -87,7 +87,7 @@ def test_the_filters_know_the_samples_that_are_there() -> None:
 
 
 def test_above_the_limit_there_are_fewer_samples_of_each_reason() -> None:
-    whole, limit = content(count=80, picture=(400, 300)), 100_000
+    whole, limit = content(count=80, picture=(400, 300)), 160_000
     assert len(render(whole).encode()) > limit
     page = render(whole, limit)
     assert len(page.encode()) <= limit
@@ -97,11 +97,11 @@ def test_above_the_limit_there_are_fewer_samples_of_each_reason() -> None:
     assert all(f'value="{reason}"' in page for reason in ("mistake", "loss", "lost:0", "gained:0"))
 
 
-def test_a_page_of_many_pictures_is_below_3_mb() -> None:
+def test_a_page_of_many_pictures_is_below_8_mb() -> None:
     noise = Image.effect_noise((640, 480), 200).convert("RGB")
     shown = (Shown(kind="picture", picture=noise), Shown(kind="picture", picture=noise))
     samples = [replace(sample(number, (28, 28)), shown=shown) for number in range(210)]
-    assert len(render(content(samples=samples)).encode()) <= 3_000_000
+    assert len(render(content(samples=samples)).encode()) <= 8_000_000
 
 
 def test_tiny_pictures_are_kept_and_large_ones_are_thumbnails() -> None:
@@ -133,7 +133,7 @@ def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
 
 def test_a_run_without_figures_has_a_page_of_its_provenance() -> None:
     nothing: dict[str, Any] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
-    nothing["curves"] = {}
+    nothing |= {"curves": {}, "rows": {"of": 0, "columns": []}}
     page = render(content(count=0, against=[], slices={}, seconds=[], **nothing))
     links = [each["href"] for tag, each in Elements(page).found if tag == "a"]
     assert links == ["#provenance"]

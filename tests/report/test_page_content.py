@@ -103,6 +103,37 @@ def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page
     assert card.columns["tokens"] == str(row.tokens)
 
 
+def values_of(page: PageContent, name: str) -> list[Any]:
+    [column] = [each for each in page.rows["columns"] if each["name"] == name]
+    places = column.get("values", range(len(column.get("texts", []))))
+    return [None if each is None else column["texts"][each] if "texts" in column else each for each in places]
+
+
+def test_all_rows_of_both_runs_are_in_the_table(runs: tuple[Path, Path], page: PageContent) -> None:
+    a, b = map(table_of, runs)
+    names = [*EVIL, *map(str, range(3, CLASSES))]
+    assert page.rows["of"] == COUNT and values_of(page, "id") == [*b.id]
+    assert values_of(page, "prediction") == [names[each] for each in b.prediction]
+    assert values_of(page, "loss") == pytest.approx([*b.loss], rel=1e-3)
+    assert values_of(page, "tokens") == [*b.tokens]
+    right = ["right" if each else "wrong" for each in a.target == a.prediction]
+    assert values_of(page, f"right, {page.against[0].name}") == right
+
+
+def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualeval.report.page.rows.MOST", 100)
+    b, page = table_of(runs[1]), page_of(runs[1], against=[runs[0]])
+    kept = {*values_of(page, "id")}
+    # A quarter each for mistakes, losses and both kinds of flips.
+    assert 50 <= len(kept) <= 100 and page.rows["of"] == COUNT
+    assert {*b.sort_values("loss", ascending=False).id[:25]} <= kept
+    assert values_of(page, "id") == [each for each in b.id if each in kept]
+    monkeypatch.setattr("dualeval.report.page.rows._BYTES", 4000)
+    assert len(values_of(page_of(runs[1]), "id")) < 100
+
+
 def reasons(page: PageContent) -> set[str]:
     return {reason for card in page.samples for reason in card.reasons}
 

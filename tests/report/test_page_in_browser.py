@@ -99,6 +99,67 @@ def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     visit.end()
 
 
+def rows(visit: Visit, column: int = 1) -> list[str]:
+    """A column of the rows in sight."""
+    return visit.texts(f"#rows-table tbody tr:not([aria-hidden]) > :nth-child({column})")
+
+
+def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    assert "500 of 500" in page.inner_text("#rows-found")
+    assert len(rows(visit)) < 60 and rows(visit)[0] == f"val/{MARKUP}/0"
+    # Only what is in sight is there; at the end the last row.
+    page.eval_on_selector("#rows-table", "(box) => { box.scrollTop = box.scrollHeight; }")
+    page.wait_for_function("document.querySelector('#rows-table tbody').textContent.includes('/499')")
+
+    page.fill("#search", "CAT/12")
+    assert rows(visit) == [f"val/cat/{at}" for at in (12, 122, 127)]
+    page.locator("#rows-table .by >> text='loss'").click()
+    losses = [float(each) for each in rows(visit, 4)]
+    assert losses == sorted(losses, reverse=True)
+    page.fill("#search", "")
+    page.locator("#rows-table .by >> text='loss'").click()
+    assert rows(visit, 4)[:3] == ["0", "1", "2"]
+    page.fill("#row-filters input[type=number] >> nth=0", "490")
+    assert page.inner_text("#rows-found").startswith("10 of 500")  # the one without a number is not there
+    page.locator("#row-filters button").click()
+    page.wait_for_function("document.querySelector('#rows-found').textContent.startsWith('500')")
+
+    page.select_option("#row-filters select >> nth=1", label="wrong")
+    assert page.inner_text("#rows-found").startswith("250 of 500")
+    page.select_option("#row-filters select >> nth=3", label="right there, wrong here")
+    wanted = sum(at % 2 == 1 and at % 3 % 2 == 0 for at in range(500))
+    assert page.inner_text("#rows-found").startswith(f"{wanted} of 500")
+    visit.end()
+
+
+def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    page.locator("#cards .card img").first.click()
+    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#large .id").inner_text() == f"val/{ESCAPED}/1"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")  # none is before the first
+    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
+    link = page.url
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#large") and page.url == file.as_uri()
+
+    # A row without a card says what it has; its link is one, too.
+    page.fill("#search", "dog/498")
+    page.locator("#rows-table tbody button").click()
+    assert page.locator("#large dd").all_inner_texts() == ["val/dog/498", "dog", "right", "426", "right"]
+    page.click("#close")
+    page.goto("about:blank")
+    page.goto(link)
+    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
+    visit.said.clear()
+    page.context.close()
+
+
 def _samples() -> list[tuple[int, str]]:
     names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
     return [(at, names[at % 5]) for at in range(40)]

@@ -15,19 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.compared import Comparison, compare
-from dualeval.comparison.worst import (
-    CONFIDENCE,
-    LOSS,
-    PREDICTION,
-    TARGET,
-    Chosen,
-    JudgedRows,
-    Sample,
-    flips_of,
-)
+from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of
 from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
+from dualeval.report.page.rows import rows_of
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
 if TYPE_CHECKING:
@@ -132,6 +124,7 @@ class PageContent:
     warnings: Sequence[str]
     samples: Sequence[SampleShown]
     samples_total: int
+    rows: Mapping[str, Any]  # of `rows.rows_of`
     worst_by: str | None  # what the reason "loss" goes by
     cut: str | None
     class_columns: Sequence[str]
@@ -189,6 +182,7 @@ def build(
             for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
         ],
         samples_total=result.samples["evaluated"],
+        rows=rows_of(rows, dict(zip(names, others, strict=True)), comparisons),
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
         class_columns=columns,
@@ -219,6 +213,9 @@ def _without_folders(content: PageContent) -> PageContent:
             replace(each, text=short(each.text)) if each.kind == "error" else each for each in things
         )
 
+    def of_column(column: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**column, "texts": [*map(short, column["texts"])]} if "texts" in column else column
+
     def of_sample(sample: SampleShown) -> SampleShown:
         return replace(
             sample,
@@ -237,6 +234,7 @@ def _without_folders(content: PageContent) -> PageContent:
         against=[replace(each, notes=[*map(short, each.notes)]) for each in content.against],
         samples=[*map(of_sample, content.samples)],
         provenance=pairs(content.provenance),
+        rows={**content.rows, "columns": [*map(of_column, content.rows["columns"])]},
     )
 
 
@@ -379,11 +377,6 @@ def _sample_shown(
     rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any, others: Mapping[str, Sample | None]
 ) -> SampleShown:
     row = sample.row
-    named = [*rows.data_names]
-    for score in rows.scores.values():
-        named += (name for name in (score.column, score.over, score.weight) if name is not None)
-    # What a card has in words, or says in its own place.
-    apart = {TARGET, PREDICTION, CONFIDENCE, LOSS, "rank", *(rows.measure.said if rows.measure else ())}
     shown = _things(task, row)
     return SampleShown(
         id=str(row["id"]),
@@ -396,9 +389,8 @@ def _sample_shown(
         reasons=reasons,
         columns={
             name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
-            for name in dict.fromkeys(named)
-            if (name in rows.data_names or not (name in apart or isinstance(row[name], bool)))
-            and row[name] == row[name]  # no NaN
+            for name in rows.further
+            if row[name] == row[name]  # no NaN
         },
         facets=_facets(rows, row, task),
         shown=shown,

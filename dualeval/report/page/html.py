@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dualeval.report.page.content import Headline, PageContent, SampleShown, Shown
 
 _HERE = Path(__file__).parent
-_LIMIT = 3_000_000  # bytes of a page
+_LIMIT = 8_000_000  # bytes of a page
 _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 1200
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
@@ -82,8 +82,19 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"style-src {_hash(style)}; script-src {_hash(script)}",
         breaking=_breaking,
+        rows=_as_script([*map(_column, content.rows["columns"])]),
+        rows_there=_number_of_rows(content),
         index=_as_script([_index(card["of"]) for card in cards]),
     )
+
+
+def _column(column: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {"texts": [*map(_seen, column["texts"])]} if "texts" in column else {}
+    return {**column, "name": _seen(column["name"]), **texts}
+
+
+def _number_of_rows(content: PageContent) -> int:
+    return len(next((each.get("values", each.get("texts")) for each in content.rows["columns"]), []))
 
 
 def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) -> tuple[str, str]:
@@ -117,6 +128,7 @@ def _sections(content: PageContent) -> list[dict[str, Any]]:
     wanted: tuple[tuple[str, str, Any, Callable[[PageContent], list[dict[str, Any]]]], ...] = (
         ("against", "Comparison", content.against, _comparisons),
         ("samples", "Samples", content.samples, lambda _: []),
+        ("rows", "All samples", _number_of_rows(content), lambda _: []),
         ("confusion", "Confusion", content.confusion, _confusions),
         ("classes", "By class", content.class_rows, lambda _: [{"tables": [of_classes]}]),
         ("curves", "Precision and recall", content.curves, _curves),
