@@ -19,8 +19,9 @@ from dualeval.comparison.statistics import (
     ResampledDifference,
     mean_difference,
 )
+from dualeval.engine.values.differences import differences
 from dualeval.errors import UsageError
-from dualeval.messages import counted, did_you_mean
+from dualeval.messages import counted, did_you_mean, listed
 from dualeval.metrics.scores import FRACTION, Score
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
@@ -129,7 +130,8 @@ def _check_definitions(a: ComparedRun, b: ComparedRun, name: str) -> None:
         run.scores[name].to_json() if name in run.scores else run.resampled[name].definition for run in (a, b)
     )
     if one != other:
-        raise _NotCompared(f"the runs define it differently: {one} in A, {other} in B")
+        apart = [f"{key} {mine} in A, {theirs} in B" for key, mine, theirs in differences(one, other)]
+        raise _NotCompared(f"the runs define it differently: {listed(apart, 3)}")
     for what, one_has, other_has in (
         ("unit", a.result.units.get(name), b.result.units.get(name)),
         ("direction", a.result.directions.get(name), b.result.directions.get(name)),

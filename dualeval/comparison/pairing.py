@@ -226,7 +226,7 @@ def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, tru
     raise UsageError(
         f"{a.folder} and {b.folder} have the same ids, but over different data: the fingerprints differ in "
         f"{what}. If equal ids are the same samples anyway, for example if only a transform in your data set "
-        "differs, add --trust-ids (in Python trust_ids=True)."
+        "differs, or --iou-type, add --trust-ids to dualeval compare (in Python trust_ids=True)."
     )
 
 

@@ -280,6 +280,11 @@ class JudgedRows:
             measured=None if self.measure is None else spread(*self.measure.of(columns)),
         )
 
+    def evaluated(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these rows could be read; a place of -1 is none."""
+        there = np.asarray(self.rows.whole(self.rows.names[0]).is_valid())
+        return np.append(there, False)[places]
+
     def places_of(self, ids: Any) -> npt.NDArray[np.int64]:
         """The rows of ids, a ``pyarrow.Array``; -1 for those that are not there."""
         import pyarrow.compute
@@ -332,12 +337,16 @@ class JudgedRows:
             return indices
         if self.has_classes and name.isdecimal() and int(name) < (len(known) or self._classes_seen()):
             return [int(name)]
+        if not self.has_classes:
+            raise UsageError(
+                f"--class {name}: the samples of {self.folder} have no single class, so leave it out. "
+                "'dualeval report' finds what a task says of a sample, such as its classes."
+            )
         there = [each for each in known if each is not None]
         hint = nearest(name, there) or (f" It has {', '.join(there[:_NAMED])}" if there else "")
         hint += (", ..." if len(there) > _NAMED else ".") if hint.startswith(" It has") else ""
         raise UsageError(
-            f"--class {name}: {self.folder} has no such class.{hint} Give a class's name or number"
-            + ("." if self.has_classes else "; its samples have no single class, so leave it out.")
+            f"--class {name}: {self.folder} has no such class.{hint} Give a class's name or number."
         )
 
     def _classes_seen(self) -> int:

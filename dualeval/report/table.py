@@ -21,7 +21,7 @@ LABEL_WIDTH = 16
 # Of a table that a launcher or a file takes, however wide the terminals of this process are.
 _WIDTH = 80
 _DIGITS = 6
-# Letters of an option's value beside that of another run.
+# Letters of an option's value beside that of another run; of a longer one the last.
 _LONGEST_VALUE = 40
 # Metrics that are shown by group.
 _SLICED = 2
@@ -222,8 +222,11 @@ def shown_options(options: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _beside(there: object, here: object) -> str:
-    shown = ("none" if value is None else str(value)[:_LONGEST_VALUE] for value in (there, here))
-    return " -> ".join(shown)
+    texts = ["none" if value is None else str(value) for value in (there, here)]
+    # Of two paths the ends differ.
+    return " -> ".join(
+        text if len(text) <= _LONGEST_VALUE else f"…{text[1 - _LONGEST_VALUE :]}" for text in texts
+    )
 
 
 def _agreement(reference: Mapping[str, Any]) -> str:

@@ -293,6 +293,9 @@ class Task(ABC):
         """
         return ()
 
+    #: What colours and marks in what ``show`` returns mean, in a sentence.
+    legend = ""
+
     def facets(self, row: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         """By what a sample is looked for on the page of a run, such as ``{"missed": ["dog"]}``.
 

@@ -71,7 +71,7 @@ class DetectionKeywords(TypedDict, total=False):
     num_classes: int | None
     orientation: Literal["stored", "shown"] | None
     order: Literal["id", "shape"]
-    boxes_in: Literal["picture", "input"]
+    boxes_in: Literal["picture", "input", "stretched"] | None
     iou_type: Sequence[str]
     sigmas: Sequence[float] | None
     score_threshold: float | None

@@ -445,7 +445,7 @@ def test_metrics_that_cannot_be_compared_say_why(runs: tuple[Path, Path], tmp_pa
     units = {**content["units"], "top5": "percent"}
     other = changed(runs[1], tmp_path / "other", with_nan, scores=scores, units=units)
     found = dualeval.compare(runs[0], other).not_compared
-    assert found["top1"].startswith("the runs define it differently: {'column': 'rank', 'below': 1} in A")
+    assert found["top1"].startswith("the runs define it differently: below 1 in A, 2 in B")
     assert found["loss"] == found["perplexity"] == "2 samples are NaN or infinite in B"
     assert found["only_b"] == "only B has it"
     assert found["top5"] == "its unit is fraction in A and percent in B"

@@ -60,6 +60,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         warnings=[f"warned of {MARKUP}"],
         samples=[sample(number, picture) for number in range(count)],
         samples_total=10_000,
+        legend=f"Red is {MARKUP}.",
         rows={
             "of": 20_000,
             "columns": [

@@ -17,7 +17,7 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, Shown, build, limited_by
+from dualeval.report.page.content import PageContent, Shown, _are_curves, build, limited_by
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
@@ -223,6 +223,25 @@ def test_a_sentence_says_what_limited_the_run(ranks: list[dict[str, float]], set
         ". The run waited 75 % of the time for data: ...."
     )
     assert limited_by({"total_s": 1.0, "setup_s": 1.0, "evaluate_s": 0.0}) == ""
+
+
+def test_a_sample_that_the_other_run_could_not_read_has_a_card_without_it(tmp_path: Path) -> None:
+    evaluate(NamedTask(40), tmp_path / "whole", batch_size=8)
+    evaluate(NamedTask(40, [3]), tmp_path / "part", batch_size=8, on_error="skip")
+    data: dict[str, Any] = {"data": read_result(tmp_path / "whole/result.json").data}
+    changed(tmp_path / "part", tmp_path / "same", lambda rows: rows, **data)
+    page = page_of(tmp_path / "whole", against=[tmp_path / "same"])
+    others = {card.index: card.others for card in page.samples}
+    assert others[3] == () and all(len(each) == 1 for index, each in others.items() if index != 3)
+    [right] = [each for each in page.rows["columns"] if each["name"].startswith("right, ")]
+    assert right["values"].index(None) == 3
+
+
+def test_values_that_are_no_curves_are_not_drawn() -> None:
+    curve = {"0.50": [1.0, 0.5]}
+    assert _are_curves("mask_precision_by_recall", curve) and not _are_curves("other", curve)
+    for value in (0.5, [1.0, 0.5], {}, {"a": [1.0]}, {"a": {"b": [1.0, 0.5]}}, {"a": ["x", "y"]}):
+        assert not _are_curves("my_precision_by_recall", value)
 
 
 def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns.late import LateColumns
-from dualeval.columns.ragged import Column, all_copied
+from dualeval.columns.ragged import Column, Ragged, all_copied
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.transfer import map_batch
@@ -395,6 +395,7 @@ def _of_batch(
     one: Mapping[str, Column], other: Mapping[str, Column], first: int, allowed: float
 ) -> list[str]:
     """A warning if samples differ, beyond rounding, in a batch that begins at ``first``."""
+    one, other = _in_order(one, other, first)
     tensors = {name: column for name, column in one.items() if isinstance(column, Tensor)}
     # Rounding may change a few whole numbers, such as classes; if there are floats, only these decide.
     floats = {name: column for name, column in tensors.items() if column.is_floating_point()}
@@ -409,6 +410,29 @@ def _of_batch(
         if difference > allowed * max(float(of), _LEAST):
             return [_BY_BATCH.format(name)]
     return []
+
+
+def _in_order(
+    one: Mapping[str, Column], other: Mapping[str, Column], first: int
+) -> tuple[dict[str, Column], dict[str, Column]]:
+    """The columns; of ragged ones the values of samples that have as many in both, each dimension sorted.
+
+    Rounding may exchange two detections of nearly equal scores, or leave one out.
+    """
+    found, there = dict(one), dict(other)
+    for name, column in one.items():
+        beside = other[name]
+        if not isinstance(column, Ragged) or not isinstance(beside, Ragged):
+            continue
+        rows = range(min(len(column) - first, len(beside)))
+        pairs = [(column[first + row], beside[row]) for row in rows]
+        alike = [pair for pair in pairs if pair[0].shape == pair[1].shape and len(pair[0])]
+        if alike:
+            # Of the samples before `first` nothing is compared.
+            before = torch.zeros(first, *alike[0][0].shape[1:], dtype=alike[0][0].dtype)
+            found[name] = torch.cat([before, *(mine.sort(0).values for mine, _ in alike)])
+            there[name] = torch.cat([other_values.sort(0).values for _, other_values in alike])
+    return found, there
 
 
 def differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:

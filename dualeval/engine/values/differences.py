@@ -28,7 +28,10 @@ _OF_HASHES = {
 _SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
 # Options that change no number, or whose change the data's fingerprints would show.
-_NO_NUMBER = ("workers", "device", "data", "metric", "by", "bins", "keep")
+_NO_NUMBER = (
+    *("workers", "device", "data", "annotations", "masks", "image_root", "metric", "by", "bins", "keep"),
+    *("bootstrap", "bootstrap_iters", "on_error"),
+)
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
@@ -121,6 +124,8 @@ def option_differences(there: Result, here: Result) -> dict[str, list[Any]]:
     weights = [run.weights.get("fingerprint") for run in (there, here)]
     if weights[0] != weights[1]:
         options["weights_fingerprint"] = weights
+    elif weights[0] is not None:
+        options.pop("weights", None)  # another copy of the file
     return dict(sorted(options.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.errors import UsageError
+from dualeval.messages import listed
 from dualeval.metrics.detection.annotations import BOX_FORMATS, XYXY, Instances
 from dualeval.metrics.detection.bootstrap import Resampled, interval, resampled_figures
 from dualeval.metrics.detection.figures import Figure
@@ -26,6 +28,9 @@ _OF_DETECTIONS = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("keypoints",)}
 _OF_TRUTH = {BBOX: ("boxes",), SEGM: ("masks",), KEYPOINTS: ("boxes", "keypoints")}
 _TRUTH = ("boxes", "labels", "masks", "keypoints", "areas", "crowds")
 _COCO_KEYPOINTS, _RESAMPLES = 17, 1000
+# Of so many images, where a category has so many objects with a detection on them, of which more than so many
+# are called alike.
+_LOOKED_INTO, _FEW, _MOST, _OVERLAP = 500, 5, 0.8, 0.5
 # Places in pycocotools' list of thresholds of overlap, .50 to .95 by .05.
 _THRESHOLDS = {"": None, "50": 0, "75": 5}
 
@@ -179,7 +184,7 @@ class AveragePrecision:
             values=values,
             intervals={key: ends for key, (ends, _) in found.items()},
             rough={key: why for key, (_, why) in found.items() if why is not None},
-            warnings=_shifted(evaluation),
+            warnings=(*_nothing(evaluation), *_renamed(evaluation)),
             units=dict.fromkeys(self.figures, FRACTION),
             directions=dict.fromkeys(self.figures, "higher"),
         )
@@ -290,19 +295,49 @@ class AveragePrecision:
         }
 
 
-def _shifted(evaluation: Any) -> tuple[str, ...]:
-    """A warning where the ids of all detections are those of the objects, but for 1 more or less."""
-    true, found = (
-        {each["category_id"] for each in coco.anns.values()}
-        for coco in (evaluation.cocoGt, evaluation.cocoDt)
+def _nothing(evaluation: Any) -> tuple[str, ...]:
+    """A warning where there is nothing to compare."""
+    both = (("object", evaluation.cocoGt), ("detection", evaluation.cocoDt))
+    return tuple(f"there is no {what} in any image" for what, coco in both if not coco.anns)
+
+
+def _renamed(evaluation: Any) -> tuple[str, ...]:
+    """A warning where the best detections on a category's objects are called another category.
+
+    So it is where labels are taken for other ids, or names are in another order.
+    """
+    from pycocotools import mask
+
+    kind = "segmentation" if evaluation.params.iouType == SEGM else "bbox"
+    images = evaluation.params.imgIds[:: -(-len(evaluation.params.imgIds) // _LOOKED_INTO) or 1]
+    called: dict[int, Counter[int]] = {}
+    for image in images:
+        true, found = (
+            [each for each in coco.imgToAnns[image] if kind in each and not each.get("iscrowd")]
+            for coco in (evaluation.cocoGt, evaluation.cocoDt)
+        )
+        if not true or not found:
+            continue
+        overlaps = mask.iou([each[kind] for each in found], [each[kind] for each in true], [0] * len(true))
+        scores = np.array([each["score"] for each in found])
+        for place, each in enumerate(true):
+            on = np.where(overlaps[:, place] >= _OVERLAP, scores, -np.inf)
+            if np.isfinite(on).any():
+                called.setdefault(each["category_id"], Counter())[found[int(on.argmax())]["category_id"]] += 1
+    names = {category["id"]: category["name"] for category in evaluation.cocoGt.dataset["categories"]}
+    told = []
+    for category, counts in called.items():
+        (other, number), whole = counts.most_common(1)[0], counts.total()
+        own = called.get(other, Counter())
+        # A weak model calls the rare what is frequent, which then is itself called so.
+        if other != category and whole >= _FEW and number > _MOST * whole and own[other] <= own.total() // 2:
+            told.append(f"of {whole} objects of {names[category]}, {number} are called {names[other]}")
+    if not told:
+        return ()
+    return (
+        f"by the best detections on them, {listed(told, 4)}: the labels may stand for other categories, or "
+        "their names be in another order",
     )
-    for shift in (1, -1):
-        if true and true != found and {each + shift for each in true} == found:
-            return (
-                f"objects have the categories {min(true)} to {max(true)}, and detections {min(found)} to "
-                f"{max(found)}: the labels may be {'above' if shift > 0 else 'below'} the ids by 1",
-            )
-    return ()
 
 
 def _check_sizes(truth: Instances, detections: Instances) -> None:

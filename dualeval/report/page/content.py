@@ -20,6 +20,7 @@ from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.report.page.rows import rows_of
+from dualeval.report.table import shown_options
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class PageContent:
     warnings: Sequence[str]
     samples: Sequence[SampleShown]
     samples_total: int
+    legend: str
     rows: Mapping[str, Any]  # of `rows.rows_of`
     worst_by: str | None  # what the reason "loss" goes by
     cut: str | None
@@ -182,6 +184,7 @@ def build(
             for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
         ],
         samples_total=result.samples["evaluated"],
+        legend=str(getattr(task, "legend", "")),
         rows=rows_of(rows, dict(zip(names, others, strict=True)), comparisons),
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
@@ -190,13 +193,22 @@ def build(
         confusion_names=[confusion.name(index) for index in range(confusion.classes)] if confusion else [],
         confusion=[(target, guess, count) for target, guess, count in confusion.entries] if confusion else [],
         calibration=rows.calibration(),
-        curves={name: value for name, value in result.metrics.items() if name.endswith(CURVES)},
+        curves={name: value for name, value in result.metrics.items() if _are_curves(name, value)},
         slices=result.slices,
         seconds=[{"rank": rank, **seconds} for rank, seconds in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command, paths=paths),
     )
     return content if paths else _without_folders(content)
+
+
+def _are_curves(name: str, value: Any) -> bool:
+    """Whether a value is AveragePrecision's, and no other metric's of such a name."""
+    curves = value.values() if name.endswith(CURVES) and isinstance(value, Mapping) else []
+    return len(curves) > 0 and all(
+        isinstance(each, list) and len(each) > 1 and all(isinstance(at, float) for at in each)
+        for each in curves
+    )
 
 
 def _without_folders(content: PageContent) -> PageContent:
@@ -307,6 +319,8 @@ def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, 
     for name, reason in comparison.not_compared.items():
         by_reason.setdefault(reason, []).append(name)
     reasons = [f"Not compared: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+    if comparison.differs_in:
+        reasons.insert(0, f"The runs differ in {shown_options(comparison.differs_in)}")
     return Against(
         name=other,
         folder=comparison.a["folder"],
@@ -365,12 +379,13 @@ def _highest(values: npt.NDArray[np.float64]) -> Chosen:
 
 
 def _same_samples(other: JudgedRows, samples: Sequence[Sample]) -> list[Sample | None]:
-    """What another run says of each sample; None of one that it lacks."""
+    """What another run says of each sample; None of one that it lacks or could not read."""
     import pyarrow
 
-    places = other.places_of(pyarrow.array([str(sample.row["id"]) for sample in samples])).tolist()
-    found = iter(other.samples([place for place in places if place >= 0]))
-    return [next(found) if place >= 0 else None for place in places]
+    places = other.places_of(pyarrow.array([str(sample.row["id"]) for sample in samples]))
+    places[~other.evaluated(places)] = -1
+    found = iter(other.samples(places[places >= 0].tolist()))
+    return [next(found) if place >= 0 else None for place in places.tolist()]
 
 
 def _sample_shown(
@@ -418,6 +433,7 @@ def _facets(rows: JudgedRows, row: Mapping[str, Any], task: Any) -> dict[str, tu
         facets.setdefault(by, []).append(label)
     try:
         for by, labels in ({} if task is None else task.facets(row)).items():
+            labels = [labels] if isinstance(labels, str) else labels
             facets.setdefault(str(by), []).extend(map(str, labels))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as of `show`
         facets["facets failed"] = [with_type(error)]

@@ -49,7 +49,8 @@ filters.forEach((select, name) => {
   if (name === "reason") return;
   const found = [...new Set(index.flatMap((sample) => sample[name] ?? []))];
   found.sort((a, b) => a.localeCompare(b, "en", { numeric: true })).forEach((each) => select.add(new Option(each, each)));
-  select.parentElement.hidden = found.length < 2;
+  // What all have is no choice.
+  select.parentElement.hidden = found.length < 2 && index.every((sample) => sample[name]?.includes(found[0]) ?? !found.length);
 });
 on(one("#filters"), "change", () => { most = STEP; filter(); });
 on(one("#filters"), "reset", (event) => { event.preventDefault(); choose({}); });

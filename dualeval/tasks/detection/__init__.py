@@ -77,6 +77,9 @@ class Detection(PictureTask):
     """
 
     name = "detection"
+    legend = (
+        "Green was found, orange missed, red is not there or was taken for another category; grey are crowds."
+    )
     wants_workers = True
 
     @with_keywords(DetectionKeywords, DetectionOptions)
@@ -129,11 +132,12 @@ class Detection(PictureTask):
         chosen(settings.metric, self.metrics())
 
     def _chosen(self, source: Any, preprocessing: Any) -> ChosenPreprocessing:
+        boxes_in = self._options.boxes_in
         if isinstance(source, TransformersDetector):
-            if self._scales:
+            if boxes_in is not None:
                 raise UsageError(
-                    f"--boxes-in input: the image processor of {source.name} gives pixels of the picture. "
-                    "Leave it out."
+                    f"--boxes-in {boxes_in}: the image processor of {source.name} gives pixels of the "
+                    "picture. Leave it out."
                 )
             if preprocessing is not None:
                 raise UsageError(
@@ -141,6 +145,14 @@ class Detection(PictureTask):
                 )
             return ChosenPreprocessing(values=source.prepares(), origin=source.preprocessing_origin())
         if (named := named_preprocessing(preprocessing, f"--preprocessing {preprocessing}")) is None:
+            if boxes_in not in (None, "picture"):
+                raise UsageError(
+                    f"--boxes-in {boxes_in} is of the input that a function of --preprocessing makes, and "
+                    "the "
+                    "model is given whole pictures. Leave it out; what its forward resizes or pads, it has "
+                    "to "
+                    "undo in its boxes."
+                )
             values = Normalisation(mean=(0.0,), std=(1.0,))
             return ChosenPreprocessing(values=values, origin="as torchvision's detectors take them")
         return named
@@ -166,11 +178,6 @@ class Detection(PictureTask):
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
         of_folder = () if self._processor is None else ("transformers",)
         return (*PictureTask.libraries, "pycocotools", *of_folder)
-
-    @property
-    def _scales(self) -> bool:
-        """Whether boxes are in pixels of the input, and become those of the picture."""
-        return self._options.boxes_in == "input"
 
     def dataset(self) -> AnnotatedPictures:
         return self._dataset
@@ -221,7 +228,7 @@ class Detection(PictureTask):
         lengths = torch.tensor([len(each) for each in columns["scores"]])
         places = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         scores, labels = (torch.cat([*columns[name]]) for name in ("scores", "labels"))
-        ratio = (sizes / columns["input"]).flip(1)[places] if self._scales else torch.ones(len(scores), 2)
+        ratio = self._ratio(columns.get("input", sizes), sizes, samples)[places]
         found = {"scores": scores}
         if "bbox" in self._kinds:
             found["boxes"] = torch.cat([*columns["boxes"]]) * ratio.repeat(1, 2)
@@ -253,6 +260,31 @@ class Detection(PictureTask):
             result["masks"] = Text([self._masks(*of_picture) for of_picture in each])
         result |= annotations.columns(samples)
         return {**result, **self._matches(result)}
+
+    def _ratio(self, inputs: Tensor, sizes: Tensor, samples: range) -> Tensor:
+        """By what x and y of the model's boxes are multiplied, shape (pictures, 2)."""
+        boxes_in, differ = self._options.boxes_in, (inputs != sizes).any(1)
+        if boxes_in == "picture" or not differ.any():
+            return torch.ones(len(sizes), 2)
+        at = int(differ.nonzero()[0])
+        shapes = [" x ".join(map(str, each[at].flip(0).tolist())) for each in (inputs, sizes)]
+        picture = self._dataset.id(samples[at])
+        made = f"--preprocessing makes {shapes[0]} pixels of {picture}, which has {shapes[1]}"
+        if boxes_in is None:
+            raise UsageError(
+                f"{made}: say whose pixels the model's boxes are in, --boxes-in picture, or --boxes-in input."
+            )
+        # A side of the input is a whole number of pixels.
+        scales = sizes / inputs
+        other_shape = (scales[:, :1] * inputs - sizes).abs() > scales.amax(1, keepdim=True) + 1
+        if boxes_in == "input" and other_shape.any():
+            raise UsageError(
+                f"{made}, another shape: type --boxes-in stretched if the function stretches pictures to it. "
+                "If it pads them (letterbox), its boxes cannot be undone here: leave out --preprocessing, "
+                "and "
+                "resize, pad and undo both in the model's forward."
+            )
+        return scales.flip(1)
 
     def _matches(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What cards, F1 and confusions go by; nothing of keypoints alone."""
@@ -376,7 +408,9 @@ class Detection(PictureTask):
         ]
 
     def data_warnings(self) -> list[str]:
-        return [*super().data_warnings(), *self._categories.warnings(), *self._dataset.pictures.left_out()]
+        of_file = self._dataset.annotations.warnings
+        left_out = self._dataset.pictures.left_out()
+        return [*super().data_warnings(), *of_file, *self._categories.warnings(), *left_out]
 
     def labels_used(self) -> dict[str, Any]:
         rule = "ids of categories" if self._categories.ids is None else "names of categories"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -29,6 +30,11 @@ _USUAL = (
 )
 # Of so many boxes of a file, most that end beyond their picture are no left, top, width and height.
 _MOST_BEYOND = 0.5
+# Boxes that all end before it are no pixels; an area of less than this part of its box is none of the object.
+_UNIT, _TINY = 1.5, 0.02
+# Of so many objects segmentation and box are compared, which else overlap by this much.
+_LOOKED_INTO, _OVERLAP = 32, 0.5
+_WITHOUT_AREA = "{} without area: that of the box was taken."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,8 @@ class Annotations:
     keypoints: npt.NDArray[np.float64]
     kept: KeptColumns
     notes: tuple[str, ...] = ()
+    # What decides figures, and may not be as it is meant.
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -162,7 +170,11 @@ def read_annotations(
                 "height in pixels, the last two not negative"
             )
         of_images[place], labels[place] = places[each["image_id"]], each["category_id"]
-        boxes[place], crowds[place] = box, bool(each.get("iscrowd", 0))
+        if (crowd := each.get("iscrowd", 0)) not in (0, 1):
+            raise UsageError(
+                f"{path}: the annotation {each['id']} has iscrowd {crowd!r:.80}, expected 0 or 1"
+            )
+        boxes[place], crowds[place] = box, bool(crowd)
         area = each.get("area")
         if area is not None and not (type(area) in (int, float) and 0 <= area < math.inf):
             raise UsageError(
@@ -175,6 +187,12 @@ def read_annotations(
     sizes = np.array([[images[each]["height"], images[each]["width"]] for each in order], np.int64)
     sizes = sizes.reshape(-1, 2)
     _refuse_corners(path, boxes, sizes[of_images])
+    if len(boxes) and boxes.max() <= _UNIT and sizes.min() > _UNIT:
+        raise UsageError(
+            f"{path}: its boxes lie between 0 and {boxes.max():g}, expected left, top, width and height in "
+            "pixels: "
+            "multiply them by width and height of their pictures."
+        )
     names_there = dict.fromkeys(name for each in images.values() for name in each)
     further = FurtherColumns([*names_there], _USUAL, keep)
     further.take({name: [images[each].get(name) for each in order] for name in further.names})
@@ -194,7 +212,8 @@ def read_annotations(
         else None,
         keypoints=_keypoints(path, entries, points)[by_image] if "keypoints" in kinds else np.zeros((0, 0)),
         kept=further.kept(),
-        notes=_notes(boxes, [each.get("area") for each in entries]),
+        notes=_notes(boxes, [each.get("area") for each in entries], asked="keypoints" in kinds),
+        warnings=_warnings(path, entries, boxes, areas, sizes[of_images], kinds),
     )
 
 
@@ -291,10 +310,58 @@ def _refuse_corners(path: Path, boxes: npt.NDArray[np.float64], sizes: npt.NDArr
         )
 
 
-def _notes(boxes: npt.NDArray[np.float64], areas: Sequence[Any]) -> tuple[str, ...]:
+def _warnings(
+    path: Path,
+    entries: Sequence[Mapping[str, Any]],
+    boxes: npt.NDArray[np.float64],
+    areas: npt.NDArray[np.float64],
+    sizes: npt.NDArray[np.int64],
+    kinds: Sequence[str],
+) -> tuple[str, ...]:
+    """Areas that are not those of the objects, and segmentations that lie elsewhere than their boxes."""
+    if not entries:
+        return (f"{path} has no object: there is nothing to find.",)
+    warnings, pixels = [], boxes[:, 2] * boxes[:, 3]
+    if (tiny := int((areas < _TINY * pixels).sum())) > len(areas) / 2:
+        by = "their size, and of keypoints all figures," if "keypoints" in kinds else "their size"
+        warnings.append(
+            f"{tiny:,} of {counted(len(areas), 'object')} have an area below {_TINY:.0%} of their box: "
+            "figures by "
+            f"{by} go by the area."
+        )
+    if "keypoints" in kinds and (without := sum(each.get("area") is None for each in entries)):
+        warnings.append(_WITHOUT_AREA.format(counted(without, "object")))
+    places = [place for place, each in enumerate(entries) if not each.get("iscrowd") and pixels[place] > 0]
+    places = places[:: -(-len(places) // _LOOKED_INTO) or 1]
+    if "segm" in kinds and places:
+        apart = [
+            place for place in places if _lies_elsewhere(entries[place], boxes[place], sizes[place].tolist())
+        ]
+        if len(apart) > len(places) / 2:
+            warnings.append(
+                f"the segmentations of {len(apart)} of {counted(len(places), 'object')} looked into lie "
+                "elsewhere "
+                f"than their boxes, first of annotation {entries[apart[0]]['id']}: run lengths go down the "
+                "columns, from the left one on."
+            )
+    return tuple(warnings)
+
+
+def _lies_elsewhere(entry: Mapping[str, Any], box: npt.NDArray[np.float64], size: list[int]) -> bool:
+    from pycocotools import mask
+
+    with suppress(ValueError):  # what is no segmentation is refused where it is read
+        code = true_code(entry["segmentation"], *size)
+        of_mask = mask.toBbox({"size": size, "counts": code})
+        return bool(mask.iou(of_mask[None].astype(np.float64), box[None], [0])[0, 0] < _OVERLAP)
+    return False
+
+
+def _notes(boxes: npt.NDArray[np.float64], areas: Sequence[Any], *, asked: bool) -> tuple[str, ...]:
     notes = []
     if flat := int((boxes[:, 2:] == 0).any(axis=1).sum()):
         notes.append(f"{counted(flat, 'object')} without width or height: no detection can find them.")
-    if without := sum(area is None for area in areas):
-        notes.append(f"{counted(without, 'object')} without area: that of the box was taken.")
+    # Of keypoints it is a warning.
+    if not asked and (without := sum(area is None for area in areas)):
+        notes.append(_WITHOUT_AREA.format(counted(without, "object")))
     return tuple(notes)

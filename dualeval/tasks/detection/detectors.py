@@ -177,8 +177,8 @@ def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) 
     """
     keys = ("scores", "labels", *(GIVEN[kind] for kind in kinds))
     expected = (
-        "expected a list with a dict for each picture: scores (n,), labels (n,) of whole numbers, and, as "
-        "--iou-type asks, boxes (n, 4) as x1, y1, x2, y2, masks (n, height, width) of bools or "
+        "expected a list with a dict of tensors for each picture: scores (n,), labels (n,) of whole numbers, "
+        "and, as --iou-type asks, boxes (n, 4) as x1, y1, x2, y2, masks (n, height, width) of bools or "
         "probabilities, keypoints (n, points, 3). Wrap it in a module whose forward returns these."
     )
     if not isinstance(outputs, (list, tuple)) or len(outputs) != count:
@@ -196,6 +196,13 @@ def checked_outputs(model: str, outputs: Any, count: int, kinds: Sequence[str]) 
             "keypoints": "keypoints" not in keys
             or (len(each["keypoints"]) == number and each["keypoints"].shape[2:] == (3,)),
         }
+        if "masks" in keys and each["masks"].is_floating_point() and each["masks"].numel():
+            least, most = (float(end) for end in each["masks"].aminmax())
+            if least < 0 or most > 1:
+                raise UsageError(
+                    f"the model {model} returned masks from {least:.4g} to {most:.4g}, expected bools or "
+                    "probabilities: of logits return masks.sigmoid()."
+                )
         if wrong := [name for name in keys if not fits[name]]:
             shape, kind = tuple(each[wrong[0]].shape), each[wrong[0]].dtype
             raise UsageError(

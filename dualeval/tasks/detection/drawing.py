@@ -15,7 +15,7 @@ _SIDE = 240
 
 
 def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int, str]) -> Image.Image:
-    """A picture with its boxes: green found, orange missed, red not there.
+    """A picture with its boxes: green found, orange missed, red not there, grey crowds.
 
     Objects that were taken for others have the other's name in red.
     """
@@ -35,6 +35,9 @@ def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int,
         draw.rectangle([left, top, left + width + 2, top + height], fill=colour)
         draw.text((left + 1, top), text, fill="black" if colour == "orange" else "white")
 
+    for place, crowd in enumerate(row["true_crowds"]):
+        if crowd:
+            mark(true[place], "grey", row["true_labels"][place])
     for place in matches.missed:
         mark(true[place], "orange", row["true_labels"][place])
     for place in matches.false:

@@ -71,8 +71,12 @@ class DetectionOptions(PictureOptions):
     order: Literal["id", "shape"] = option(
         "id", "Order of the pictures, so which are in a batch.", group=DATA
     )
-    boxes_in: Literal["picture", "input"] = option(
-        "picture", "Whose pixels a function's boxes are in.", group=_BOXES
+    boxes_in: Literal["picture", "input", "stretched"] | None = option(
+        None,
+        "Whose pixels a function's boxes are in: the picture's, or those of the input that --preprocessing "
+        "made.",
+        group=_BOXES,
+        shown="asked, where these differ",
     )
     iou_type: tuple[str, ...] = option(
         ("bbox",),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -55,6 +56,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an id of 65 bits": (
         lambda c: c["images"][0].update(id=2**63),
         "entry 0 of 'images' has id 9223372036854775808, expected a whole number of 64 bits",
+    ),
+    "crowds in words": (
+        lambda c: c["annotations"][0].update(iscrowd="0"),
+        "has iscrowd '0', expected 0 or 1",
+    ),
+    "boxes of 0 to 1": (
+        lambda c: [each.update(bbox=[0.1, 0.2, 0.3, 0.4]) for each in c["annotations"]],
+        "its boxes lie between 0 and 0.4, expected left, top, width and height in pixels",
     ),
     "no pictures": (lambda c: c["images"].clear(), "its list 'images' is empty"),
     "no lists": (lambda c: c.pop("annotations"), "has no list 'annotations': found images, categories"),
@@ -134,6 +143,37 @@ def test_grey_and_cmyk_pictures_are_read(home: Path, tmp_path: Path) -> None:
         kind = {"000.png": "L", "001.png": "CMYK"}.get(path.name, "RGB")
         image.convert(kind).save(folder / path.name, format="TIFF" if kind == "CMYK" else "PNG")
     assert evaluate(task(home, data=folder), None, batch_size=8).samples["failed"] == 0
+
+
+def test_areas_and_segmentations_that_are_not_the_boxes_are_warnings(home: Path, tmp_path: Path) -> None:
+    def no_areas(content: Any) -> None:
+        for each in content["annotations"]:
+            each["area"] = 1
+
+    [warning] = task(home, **changed(home, tmp_path, no_areas)).dataset().annotations.warnings
+    assert "have an area below 2% of their box: figures by their size go by the area" in warning
+
+    def along_rows(content: Any) -> None:
+        sizes = {each["id"]: (each["height"], each["width"]) for each in content["images"]}
+        for each in content["annotations"]:
+            height, width = sizes[each["image_id"]]
+            left, top, wide, high = (int(side) for side in each["bbox"])
+            mask = np.zeros((height, width), np.uint8)
+            mask[top : top + high, left : left + wide] = 1
+            ends = [0, *(np.flatnonzero(np.diff(mask.flatten())) + 1).tolist(), mask.size]
+            runs = np.diff(ends).tolist()
+            each["segmentation"] = {"size": [height, width], "counts": [0, *runs] if mask[0, 0] else runs}
+
+    [warning] = task(home, **changed(home, tmp_path, along_rows), iou_type=["segm"]).data_warnings()
+    assert "lie elsewhere than their boxes" in warning and "run lengths go down the columns" in warning
+    assert task(home, iou_type=["segm"]).data_warnings() == []
+
+
+def test_nothing_to_find_and_nothing_found_are_said(home: Path, tmp_path: Path) -> None:
+    other = changed(home, tmp_path, lambda content: content["annotations"].clear())
+    assert any("has no object" in each for each in evaluate(task(home, **other), None, batch_size=8).warnings)
+    result = evaluate(task(home, score_threshold=40.0), None, batch_size=8)
+    assert "there is no detection in any image" in result.warnings
 
 
 def test_notes_name_objects_without_size(home: Path, tmp_path: Path) -> None:

@@ -87,6 +87,38 @@ def test_scores_below_0_count(home: Path, tmp_path: Path) -> None:
     assert values(result) == figures(home / "instances.json", rows(tmp_path / "out"))
 
 
+def test_masks_as_logits_are_refused(home: Path) -> None:
+    model = Wrong(lambda found: {**found, "masks": found["masks"] * 8 - 4})
+    refused(
+        home, "returned masks from -4 to 3.2, expected bools or probabilities", model=model, iou_type=["segm"]
+    )
+
+
+def test_scores_that_depend_on_their_batch_are_a_warning(home: Path) -> None:
+    """Ragged columns are compared with those in another batch, however detections are ordered."""
+
+    class OfBatch(Finder):
+        def forward(self, pictures: list[Tensor]) -> list[dict[str, Tensor]]:
+            part = 1 / (1 + len(pictures))
+            return [
+                {**each, "scores": 0.6 + 0.1 * each["scores"] - part / 10}
+                for each in super().forward(pictures)
+            ]
+
+    class Reordered(Finder):
+        def forward(self, pictures: list[Tensor]) -> list[dict[str, Tensor]]:
+            found = super().forward(pictures)
+            return (
+                [{name: each[name].flip(0) for name in each} for each in found]
+                if len(pictures) > 2
+                else found
+            )
+
+    for model, warned in ((OfBatch(), True), (Reordered(), False)):
+        result = evaluate(task(home, model=model), None, batch_size=8)
+        assert any("the numbers depend on the batch size" in each for each in result.warnings) == warned
+
+
 def test_masks_of_another_shape_are_refused(home: Path) -> None:
     model = Wrong(lambda found: {**found, "masks": found["masks"].mT})
     refused(home, "gave masks of .* expected masks of the picture's own size", model=model, iou_type=["segm"])
@@ -133,6 +165,40 @@ def test_more_detections_count_where_they_are_asked_for(home: Path, tmp_path: Pa
     result = evaluate(task(home, max_detections=2), tmp_path / "out", batch_size=8)
     assert result.metrics["ar2"] == result.metrics["ar2"] != None  # noqa: E711
     assert "ar100" not in result.metrics
+
+
+def resized(size: tuple[int, int] | None = None) -> Any:
+    """Preprocessing that makes pictures half as large, or of one size."""
+
+    def prepare(picture: Image.Image) -> Tensor:
+        wanted = size or (picture.width // 2, picture.height // 2)
+        small = picture.resize(wanted, Image.Resampling.NEAREST)
+        return torch.from_numpy(np.asarray(small).copy()).permute(2, 0, 1) / 255
+
+    return prepare
+
+
+def test_pixels_of_which_size_is_asked_where_it_decides(home: Path, tmp_path: Path) -> None:
+    refused(
+        home,
+        "makes 96 x 96 pixels of 000.png, .* --boxes-in picture, or --boxes-in input",
+        preprocessing=resized((96, 96)),
+    )
+    refused(
+        home,
+        "another shape: type --boxes-in stretched.*letterbox",
+        preprocessing=resized((96, 96)),
+        boxes_in="input",
+    )
+    refused(home, "the model is given whole pictures. Leave it out", boxes_in="input")
+    stretched = evaluate(
+        task(home, preprocessing=resized((300, 300)), boxes_in="stretched"), None, batch_size=8
+    )
+    half = evaluate(task(home, preprocessing=resized(), boxes_in="input"), None, batch_size=8)
+    right: Any = (stretched.metrics["ap50"], half.metrics["ap50"])
+    assert min(right) > 0.5
+    wrong = evaluate(task(home, preprocessing=resized(), boxes_in="picture"), None, batch_size=8)
+    assert wrong.metrics["ap50"] < 0.1  # type: ignore[operator]
 
 
 def test_boxes_in_pixels_of_the_input_become_those_of_the_picture(home: Path, tmp_path: Path) -> None:
@@ -350,11 +416,27 @@ def test_labels_that_are_ids_but_for_1_are_a_warning(home: Path, tmp_path: Path)
     result = evaluate(
         task(home, **changed(home, tmp_path, renumber), model=Finder((1, 2, 3))), None, batch_size=8
     )
-    assert any("the labels may be above the ids by 1" in each for each in result.warnings)
+    [warning] = [each for each in result.warnings if "the labels may stand for" in each]
+    assert "objects of cat, 9 are called red dog" in warning and "are called bird" in warning
     right = evaluate(
         task(home, **changed(home, tmp_path, renumber), model=Finder((0, 1, 2))), None, batch_size=8
     )
-    assert not any("the labels may be" in each for each in right.warnings)
+    assert not any("the labels may" in each for each in right.warnings)
+
+
+def test_names_in_another_order_are_a_warning(home: Path) -> None:
+    for kind in ("bbox", "segm"):
+        given = {"model": Finder((0, 1, 2)), "iou_type": [kind]}
+        result = evaluate(task(home, **given, category_names="fox,cat,red dog"), None, batch_size=8)
+        assert any("are called fox" in each for each in result.warnings)
+        result = evaluate(task(home, **given, category_names="cat,red dog,fox"), None, batch_size=8)
+        assert not any("are called" in each for each in result.warnings)
+
+
+def test_a_model_that_calls_the_rare_what_is_frequent_is_no_warning(home: Path) -> None:
+    """Cats and dogs are both called dogs: a weak model, no mistake of names."""
+    result = evaluate(task(home, model=Finder((7, 7, 12))), None, batch_size=8)
+    assert not any("are called" in each for each in result.warnings)
 
 
 def test_categories_that_only_one_side_has_are_named(home: Path) -> None:
