@@ -266,7 +266,7 @@ class MaskedPictures(WithColumns):
         Where the size is not known the picture is empty: none of its batch is computed with it.
         """
         try:
-            with Path(self.pictures.path(index)).open("rb") as file:
+            with self.pictures.as_it_is(index) as file:
                 width, height = size_of(file)
             picture = prepare(Image.new("RGB", (width, height)), self.pictures.preprocessing)
         except (OSError, ValueError):

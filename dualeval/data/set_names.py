@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _NAMES = {name.casefold(): name for name in SETS}
 # Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose
 # ``open_table`` reads it.
 TABLES: dict[str, str] = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "jsonl", ".parquet": "parquet"}
+# Where labels of pictures are, in a table or in an object of JSON.
+LABEL_COLUMNS = ("label", "class", "target", "y")
+# Parts of a data set: folders of these names alone are no classes.
+PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 
@@ -91,6 +96,9 @@ class Kind:
     is_at: Callable[[Path], object] = lambda path: False
     # The splits that can be asked for there.
     splits: tuple[str, ...] = ()
+    # Options that are for it alone, and what it is.
+    options: tuple[str, ...] = ()
+    what: str = ""
     # Whether they are held in memory, as they are stored; their labels are indices of classes.
     in_memory: bool = False
 
@@ -100,11 +108,32 @@ def has_idx(folder: Path) -> bool:
     return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
 
 
+_OF_MANIFEST = ("image_root", "path_column", "label_column", "quoting")
+_MANIFEST = f"a manifest, a file that ends with {', '.join(TABLES)}"
+# How tar files that are compressed end.
+_PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
+
+
+def is_tar(path: Path) -> bool:
+    """Whether a path is that of a tar file, of a pattern of them, or of a folder that holds them alone."""
+    if path.is_dir():
+        entries = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
+        return any(map(is_tar_name, map(os.fspath, entries))) and not any(map(os.DirEntry.is_dir, entries))
+    return is_tar_name(path.name)
+
+
+def is_tar_name(name: str) -> bool:
+    """Whether a name is that of a tar file, which may be compressed."""
+    suffixes = [suffix.lower() for suffix in name.split(".")[-2:]]
+    return "tar" in suffixes or suffixes[-1] in _PACKED_TARS
+
+
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
-    "manifest": Kind(module="manifest", is_at=is_table),
+    "manifest": Kind(module="manifest", is_at=is_table, options=_OF_MANIFEST, what=_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
+    "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),
     "class_folders": Kind(module="class_folders", is_at=Path.is_dir),
 }
 
@@ -116,6 +145,6 @@ def kind_at(path: Path) -> Kind:
         fault = "is a file" if path.exists() else "does not exist"
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "
-            "manifest (.csv, .tsv, .jsonl, .parquet) or a data set by name (CIFAR10:DIR)."
+            "manifest (.csv, .tsv, .jsonl, .parquet), tar shards (.tar) or a data set by name (CIFAR10:DIR)."
         )
     return kind

@@ -105,6 +105,7 @@ PARTS = {
     "data idx": images("idx"),
     "data class folders": images("class_folders"),
     "data manifests": images("manifest"),
+    "data tar shards": images("tar_shards"),
 }
 # Quick tests that name none of the parts.
 _SMOKE = (

@@ -1,0 +1,207 @@
+"""Pictures inside of larger files: shards that hold many of them each."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.data.image_files import FileNames, ImageFiles, check_unchanged, digest_of, digest_or_unreadable
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels
+from dualeval.errors import UsageError
+
+# Of each process: a thread reads one after the other.
+_OPEN_FILES = 8
+
+
+class Pieces(Protocol):
+    """The bytes of samples, wherever they lie."""
+
+    def read(self, index: int) -> bytes:
+        """All bytes of a sample; OSError where they are not there, or have changed since they were found."""
+
+    def sizes(self, count: int) -> Sequence[int]:
+        """The sizes of the first samples in bytes, or what is said of each instead."""
+
+    def digest(self, index: int, *, whole: bool) -> bytes:
+        """As ``digest_of``, of a sample's bytes; or of more that stands for them."""
+
+    def where(self, index: int) -> str:
+        """The file that holds a sample."""
+
+    def seen(self, samples: range) -> bytes:
+        """What tells these samples from any others, as long as their files are unchanged."""
+
+    def select(self, indices: npt.NDArray[np.int64]) -> Pieces:
+        """Those of some samples, in this order."""
+
+
+class PackedImages(ImageFiles):
+    """Pictures in pieces of files; the names are their ids."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        root: Path,
+        names: FileNames,
+        targets: npt.NDArray[np.int64],
+        *,
+        notes: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(root, names, targets, **options)
+        self._pieces = pieces
+        self._notes = notes
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
+        """As for ``ImageFiles``."""
+        images = super().select(indices)
+        images._pieces = self._pieces.select(np.asarray(indices, np.int64))
+        return images
+
+    def notes(self) -> list[str]:
+        """Which classes the labels are, and what was passed over."""
+        return [*super().notes(), *self._notes]
+
+    def path(self, index: int) -> str:
+        """Where an image lies, for people."""
+        return f"{self._pieces.where(index)}, {self.id(index)}"
+
+    @contextmanager
+    def opened(self, index: int) -> Iterator[IO[bytes]]:
+        """The bytes of an image; its file is as it was when the run started."""
+        yield io.BytesIO(self._pieces.read(index))
+
+    def as_it_is(self, index: int) -> AbstractContextManager[IO[bytes]]:
+        """The same."""
+        return self.opened(index)
+
+    def _is_file(self, index: int) -> bool:
+        return True
+
+    def _sizes(self, chosen: range) -> Iterator[int]:
+        return iter(self._pieces.sizes(len(chosen)))
+
+    def _seen(self, samples: range) -> bytes:
+        return self._pieces.seen(samples)
+
+    def _digest(self, index: int) -> bytes:
+        return digest_or_unreadable(partial(self._pieces.digest, index, whole=self._whole_files))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """Samples with a label each, in little room."""
+
+    pieces: Pieces
+    names: FileNames
+    # The place of each sample's label among `labels`.
+    codes: npt.NDArray[np.int32]
+    labels: TableLabels
+    notes: Sequence[str] = ()
+
+    def images(self, of: Path, label: Labeler, **options: Any) -> PackedImages:
+        """The pictures of which a label is a class, without those that the class map leaves out."""
+        if not len(self.names):
+            raise UsageError(f"--data {of} holds no sample: found no picture with a label.")
+        labels, classes = self.labels.decide(label)
+        targets = np.array(classes, np.int64)[self.codes]
+        images = PackedImages(
+            self.pieces,
+            of,
+            self.names,
+            targets,
+            labels=labels,
+            preprocessing=Preprocessing(),
+            notes=self.notes,
+            **options,
+        )
+        if (targets != LEFT_OUT).all():
+            return images
+        if (targets == LEFT_OUT).all():
+            raise UsageError(f"--data {of}: the class map leaves out all labels that samples have.")
+        return images.select(np.flatnonzero(targets != LEFT_OUT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePieces:
+    """Bytes that lie in files as they are, read by their offsets: 12 bytes of memory a sample."""
+
+    # Absolute; of each its size and time of change, in ns, when they were found: (files, 2).
+    files: Sequence[str]
+    states: npt.NDArray[np.int64]
+    # The offset of each sample, as if the files stood one behind the other, and its size.
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.uint32]
+
+    @property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum(self.states[:, 0])
+
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """The number of a sample's file, and its offset and size there."""
+        offset, ends = int(self.offsets[index]), self._ends
+        file = int(np.searchsorted(ends, offset, side="right"))
+        before = int(ends[file - 1]) if file else 0
+        return file, offset - before, int(self.lengths[index])
+
+    def where(self, index: int) -> str:
+        return self.files[self._place(index)[0]]
+
+    def read(self, index: int) -> bytes:
+        return self._part(index)(int(self.lengths[index]), 0)
+
+    def _part(self, index: int) -> Callable[[int, int], bytes]:
+        """A function of a count and an offset in the sample that reads its bytes."""
+        file, first, size = self._place(index)
+        state = tuple(self.states[file].tolist())
+        held = _opened(self.files[file], state)
+        check_unchanged(self.files[file], state, held.number)
+
+        def read(count: int, offset: int) -> bytes:
+            count = max(0, min(count, size - offset))
+            data = os.pread(held.number, count, first + offset)
+            if len(data) < count:
+                raise OSError(f"{self.files[file]} ends within the sample")
+            return data
+
+        return read
+
+    def sizes(self, count: int) -> Sequence[int]:
+        sizes: list[int] = self.lengths[:count].tolist()
+        return sizes
+
+    def digest(self, index: int, *, whole: bool) -> bytes:
+        return digest_of(int(self.lengths[index]), self._part(index), whole=whole)
+
+    def seen(self, samples: range) -> bytes:
+        part = slice(samples.start, samples.stop)
+        return self.states.tobytes() + self.offsets[part].tobytes() + self.lengths[part].tobytes()
+
+    def select(self, indices: npt.NDArray[np.int64]) -> FilePieces:
+        return replace(self, offsets=self.offsets[indices], lengths=self.lengths[indices])
+
+
+class _Opened:
+    """A file that is closed when the last who reads it lets go; threads and forks share it by pread."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+@lru_cache(_OPEN_FILES)
+def _opened(path: str, state: tuple[int, int]) -> _Opened:
+    """A file in this state, kept open for the next samples."""
+    return _Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
