@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
@@ -108,6 +109,7 @@ def has_idx(folder: Path) -> bool:
     return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
 
 
+_OF_COLUMNS, _COLUMNS = ("path_column", "label_column"), "pictures in Parquet"
 _OF_MANIFEST = ("image_root", "path_column", "label_column", "quoting")
 _MANIFEST = f"a manifest, a file that ends with {', '.join(TABLES)}"
 # How tar files that are compressed end.
@@ -116,10 +118,13 @@ _PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
 
 def is_tar(path: Path) -> bool:
     """Whether a path is that of a tar file, of a pattern of them, or of a folder that holds them alone."""
-    if path.is_dir():
-        entries = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
-        return any(map(is_tar_name, map(os.fspath, entries))) and not any(map(os.DirEntry.is_dir, entries))
-    return is_tar_name(path.name)
+    return _holds(path, is_tar_name) if path.is_dir() else is_tar_name(path.name)
+
+
+def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
+    """Whether a folder holds shards, and no folder to be seen, which would be a class."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    return any(is_shard(entry.name) for entry in entries) and not any(entry.is_dir() for entry in entries)
 
 
 def is_tar_name(name: str) -> bool:
@@ -128,9 +133,41 @@ def is_tar_name(name: str) -> bool:
     return "tar" in suffixes or suffixes[-1] in _PACKED_TARS
 
 
+def is_saved_folder(path: Path) -> bool:
+    """Whether a folder is one of save_to_disk of Hugging Face's library, or of its parts."""
+    names = ("dataset_dict.json",), ("dataset_info.json", "state.json")
+    return any(all((path / name).is_file() for name in each) for each in names)
+
+
+def has_picture_column(path: Path) -> bool:
+    """Whether pictures lie in a column: of Parquet files, or of a folder of save_to_disk."""
+    if path.is_dir():
+        return is_saved_folder(path) or _holds(path, is_parquet_name)
+    if not path.exists() or not is_parquet_name(path.name):
+        return is_parquet_name(path.name) and "{" in path.name
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except (OSError, pyarrow.ArrowException):
+        return False  # as a manifest it is refused with the reason
+    return any(is_picture_type(each.type) for each in schema)
+
+
+def is_parquet_name(name: str) -> bool:
+    """Whether a name is that of a Parquet file."""
+    return name.lower().endswith(".parquet")
+
+
+def is_picture_type(kind: Any) -> bool:
+    """Whether an Arrow type is that of pictures: a struct of bytes and path."""
+    return str(kind).startswith("struct<") and kind.get_field_index("bytes") >= 0
+
+
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
+    "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, options=_OF_COLUMNS, what=_COLUMNS),
     "manifest": Kind(module="manifest", is_at=is_table, options=_OF_MANIFEST, what=_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),

@@ -203,7 +203,15 @@ def test_an_index_is_kept_and_made_again_after_a_change(
     assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
     assert again.fingerprint(20) == first.fingerprint(20)
     content = kept.read_bytes()
-    for damaged in (content[:-1], content[:50], b"", content.replace(b'"form": 1', b'"form": 0'), b"\0" * 99):
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    for damaged in (
+        flipped,
+        content[:-1],
+        content[:50],
+        b"",
+        content.replace(b'"form": 1', b'"form": 0'),
+        b"\0" * 99,
+    ):
         kept.write_bytes(damaged)
         assert ids(opened(path)) == ids(first)
         assert kept.read_bytes() == content

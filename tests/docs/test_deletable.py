@@ -106,6 +106,7 @@ PARTS = {
     "data class folders": images("class_folders"),
     "data manifests": images("manifest"),
     "data tar shards": images("tar_shards"),
+    "data hugging face": images("hugging_face"),
 }
 # Quick tests that name none of the parts.
 _SMOKE = (
