@@ -146,20 +146,22 @@ class FilePieces:
     # Absolute; of each its size and time of change, in ns, when they were found: (files, 2).
     files: Sequence[str]
     states: npt.NDArray[np.int64]
-    # The offset of each sample, as if the files stood one behind the other, and its size.
+    # Where each ends, as if they stood one behind the other.
+    ends: npt.NDArray[np.int64]
+    # The offset of each sample, counted likewise, and its size.
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.uint32]
 
-    @property
-    def _ends(self) -> npt.NDArray[np.int64]:
-        return np.cumsum(self.states[:, 0])
-
     def _place(self, index: int) -> tuple[int, int, int]:
         """The number of a sample's file, and its offset and size there."""
-        offset, ends = int(self.offsets[index]), self._ends
-        file = int(np.searchsorted(ends, offset, side="right"))
-        before = int(ends[file - 1]) if file else 0
+        offset = int(self.offsets[index])
+        file = int(np.searchsorted(self.ends, offset, side="right"))
+        before = int(self.ends[file - 1]) if file else 0
         return file, offset - before, int(self.lengths[index])
+
+    def _state(self, file: int) -> tuple[int, int]:
+        size, time = self.states[file].tolist()
+        return size, time
 
     def where(self, index: int) -> str:
         return self.files[self._place(index)[0]]
@@ -170,7 +172,7 @@ class FilePieces:
     def _part(self, index: int) -> Callable[[int, int], bytes]:
         """A function of a count and an offset in the sample that reads its bytes."""
         file, first, size = self._place(index)
-        state = tuple(self.states[file].tolist())
+        state = self._state(file)
         held = _opened(self.files[file], state)
         check_unchanged(self.files[file], state, held.number)
 

@@ -107,6 +107,7 @@ PARTS = {
     "data manifests": images("manifest"),
     "data tar shards": images("tar_shards"),
     "data hugging face": images("hugging_face"),
+    "data mds": images("mds"),
 }
 # Quick tests that name none of the parts.
 _SMOKE = (

@@ -57,10 +57,12 @@ def _read(at: Path, label_key: str | None) -> Labelled:
             shards.append(shard)
             looking.count += len(shard.offsets)
     states = np.array([cache.state for cache in caches], np.int64)
-    before = np.cumsum(states[:, 0]) - states[:, 0]
+    ends = np.cumsum(states[:, 0])
+    before = ends - states[:, 0]
     pieces = FilePieces(
         files=[str(path.absolute()) for path in paths],
         states=states,
+        ends=ends,
         offsets=np.concatenate([shard.offsets + first for shard, first in zip(shards, before, strict=True)]),
         lengths=np.concatenate([shard.lengths for shard in shards]),
     )
