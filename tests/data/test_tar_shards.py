@@ -238,7 +238,7 @@ def test_a_shard_that_changes_is_an_error_of_its_samples(tmp_path: Path) -> None
 def test_no_more_than_60_bytes_a_sample(tmp_path: Path) -> None:
     data = opened(pack(tmp_path / "x.tar", samples(0, 100)))
     pieces: Any = data._pieces
-    arrays = (pieces.offsets, pieces.lengths, data.targets)
+    arrays = (pieces.places, pieces.lengths, data.targets)
     names = len("000000.png") + 8
     assert sum(array.itemsize for array in arrays) + names <= 60
 

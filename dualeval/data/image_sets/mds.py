@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -16,7 +15,7 @@ import pyarrow
 
 from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, check_unchanged
-from dualeval.data.packed import FilePieces, Labelled, PackedImages
+from dualeval.data.packed import FilePieces, Labelled, PackedImages, State, states_of
 from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
 from dualeval.data.table_labels import Labeler, TableLabels
@@ -60,7 +59,7 @@ def _read(at: Path, path_column: str | None, label_column: str | None) -> Labell
     usable = [name for name, kind in kinds.items() if kind in (*_WHOLE, "str")]
     label = column_of(at, usable, label_column, LABEL_COLUMNS, "--label-column", "their labels")
     paths = [_file(at, shard) for shard in shards]
-    states = np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
+    states = states_of(paths)
     labels = TableLabels(lambda number: f"{at}, sample {number}", label, ())
     offsets, lengths, codes, ends = array("q"), array("I"), array("i"), [0]
     with doing(f"looking for the samples in {at}") as looking:
@@ -89,7 +88,7 @@ def _read(at: Path, path_column: str | None, label_column: str | None) -> Labell
         files=[str(path.absolute()) for path in paths],
         states=states,
         ends=np.array(ends[1:], np.int64),
-        offsets=np.frombuffer(offsets, np.int64),
+        places=np.frombuffer(offsets, np.int64),
         lengths=np.frombuffer(lengths, np.uint32),
     )
     names = FileNames(map(str, range(len(codes))))
@@ -123,22 +122,21 @@ def _parts(data: npt.NDArray[np.uint8], begin: int, shard: Mapping[str, Any]) ->
 class MdsPieces(FilePieces):
     """Pictures in shards, which may be packed."""
 
-    def _part(self, index: int) -> Callable[[int, int], bytes]:
-        file, first, size = self._place(index)
-        if not self.files[file].endswith(".zstd"):
-            return super()._part(index)
-        state = self._state(file)
-        check_unchanged(self.files[file], state, self.files[file])
-        data = _unpacked(self.files[file], state)[first : first + size]
-        return lambda count, offset: data[offset : offset + count].tobytes()
+    def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
+        file, state, first = self.find(index)
+        if not file.endswith(".zstd"):
+            return super().part(index)
+        check_unchanged(file, state, file)
+        data = _unpacked(file, state)[first : first + int(self.lengths[index])]
+        return len(data), lambda count, offset: data[offset : offset + count].tobytes()
 
 
-def _bytes_of(path: str, state: tuple[int, int]) -> npt.NDArray[np.uint8]:
+def _bytes_of(path: str, state: State) -> npt.NDArray[np.uint8]:
     """The bytes of a shard, which lie there until they are looked at, or are unpacked."""
     return _unpacked(path, state) if path.endswith(".zstd") else np.memmap(path, np.uint8, "r")
 
 
 @lru_cache(_UNPACKED)
-def _unpacked(path: str, state: tuple[int, int]) -> npt.NDArray[np.uint8]:
+def _unpacked(path: str, state: State) -> npt.NDArray[np.uint8]:
     with pyarrow.input_stream(path, compression="zstd") as stream:
         return np.frombuffer(stream.read(), np.uint8)

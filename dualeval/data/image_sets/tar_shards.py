@@ -63,7 +63,7 @@ def _read(at: Path, label_key: str | None) -> Labelled:
         files=[str(path.absolute()) for path in paths],
         states=states,
         ends=ends,
-        offsets=np.concatenate([shard.offsets + first for shard, first in zip(shards, before, strict=True)]),
+        places=np.concatenate([shard.offsets + first for shard, first in zip(shards, before, strict=True)]),
         lengths=np.concatenate([shard.lengths for shard in shards]),
     )
     names, notes = _names(paths, caches, shards)
