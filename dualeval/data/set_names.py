@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualeval.data.image_paths import is_image
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 
@@ -126,9 +127,10 @@ def is_tar(path: Path) -> bool:
 
 
 def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
-    """Whether a folder holds shards, and no folder to be seen, which would be a class."""
+    """Whether a folder holds shards, and neither pictures nor a folder to be seen, which would be a class."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    return any(is_shard(entry.name) for entry in entries) and not any(entry.is_dir() for entry in entries)
+    others = (entry.is_dir() or is_image(entry.name) for entry in entries)
+    return any(is_shard(entry.name) for entry in entries) and not any(others)
 
 
 def is_tar_name(name: str) -> bool:
