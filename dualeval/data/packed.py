@@ -23,8 +23,6 @@ from dualeval.errors import UsageError
 
 # Of each process: a thread reads one after the other.
 _OPEN_FILES = 8
-
-
 # Size and time of change, in ns.
 State: TypeAlias = tuple[int, int]
 
@@ -39,6 +37,9 @@ class Pieces(ABC):
     # Where each ends, and where the samples are, in bytes or rows, as if the files were one.
     ends: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
+
+    # Whether a sample is read with many others.
+    in_groups = False
 
     @abstractmethod
     def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
@@ -129,6 +130,10 @@ class PackedImages(WithColumns, ImageFiles):
 
     def _is_file(self, index: int) -> bool:
         return True
+
+    def _looked_into(self, most: int) -> range:
+        # Each of those that are spread over all would be read with many others.
+        return range(min(most, len(self))) if self._pieces.in_groups else super()._looked_into(most)
 
     def _sizes(self, chosen: range) -> Iterator[int]:
         return iter(self._pieces.sizes(len(chosen)))

@@ -133,6 +133,13 @@ def _rows(
         places=np.arange(len(codes)),
         column=picture,
     )
+    first_cell = pieces.cell(*pieces.find(0)) if len(codes) else None
+    if is_named and first_cell is not None and not first_cell["bytes"].is_valid:
+        raise UsageError(
+            f"--data {at} names its pictures by paths, such as {names.shown(0)}, and does not hold them: "
+            "to_parquet of datasets leaves them out. Write it with dataset.save_to_disk(DIR), which takes "
+            "them in, or give a manifest of path and label."
+        )
     return Labelled(
         pieces=pieces,
         names=names,
@@ -194,7 +201,7 @@ class _Cells(Pieces):
         except pyarrow.ArrowException as error:
             raise OSError(f"{file}, row {row + 1}: {error}") from error
         if data is None:
-            raise OSError(f"{file}, row {row + 1} has no bytes: pictures that it names by paths are not read")
+            raise OSError(f"{file}, row {row + 1} has no bytes of a picture")
         return data.size, lambda count, offset: data[offset : offset + count].to_pybytes()
 
 
@@ -202,6 +209,8 @@ class _Cells(Pieces):
 
 
 class _ParquetCells(_Cells):
+    in_groups = True
+
     @staticmethod
     def files_at(at: Path) -> list[Path]:
         return shards_at(at, is_parquet_name, "val-{00..13}.parquet")

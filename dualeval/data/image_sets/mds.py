@@ -122,6 +122,11 @@ def _parts(data: npt.NDArray[np.uint8], begin: int, shard: Mapping[str, Any]) ->
 class MdsPieces(FilePieces):
     """Pictures in shards, which may be packed."""
 
+    @property
+    def in_groups(self) -> bool:  # type: ignore[override]
+        """Whether there are packed ones."""
+        return any(file.endswith(".zstd") for file in self.files)
+
     def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
         file, state, first = self.find(index)
         if not file.endswith(".zstd"):
