@@ -38,6 +38,9 @@ _LINKED = "Pack the file itself: tar --dereference --hard-dereference -cf NEW.ta
 def tars_at(data: Path) -> list[Path]:
     """The tar files of a value of ``--data``."""
     paths = shards_at(data, is_tar_name, "shards/val-{000..063}.tar")
+    plain = {path.name for path in paths if path.suffix == ".tar"}
+    # What is told to unpack may stay beside what has come of it.
+    paths = [path for path in paths if path.name in plain or not {path.stem, f"{path.stem}.tar"} & plain]
     for path in paths:
         _refuse_compressed(path)
     return paths

@@ -301,6 +301,9 @@ def test_compressed_sparse_and_linked_ones_are_named(tmp_path: Path) -> None:
         assert kind_at(other).module == "tar_shards"
         assert refused(other).endswith(f"Make a .tar of it, and give that: gunzip --keep {other}")
     assert "is compressed" in refused(tmp_path / "z")
+    (tmp_path / "z/y.tar").unlink()
+    shutil.copy(path, tmp_path / "z/x.tar")  # as both commands make it
+    assert len(opened(tmp_path / "z")) == 3
     for kind, fault in ((tarfile.GNUTYPE_SPARSE, "is sparse"), (tarfile.LNKTYPE, "is a link")):
         info = tarfile.TarInfo("s.png")
         info.type, info.linkname = kind, "other"
