@@ -10,8 +10,9 @@ import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -61,8 +62,29 @@ class FileNames:
         self._bytes += os.fsencode(name)
         self._ends.append(len(self._bytes))
 
+    def extend(self, stored: bytes, ends: npt.NDArray[np.int64]) -> None:
+        """Add names as the file system has them, one behind the other, and where each ends in that."""
+        self._ends.frombytes((ends.astype(np.int64) + len(self._bytes)).tobytes())
+        self._bytes += stored
+
+    def stored_all(self) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """What ``extend`` takes."""
+        return bytes(self._bytes), np.array(self._ends[1:], np.int64)
+
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def repeated(self) -> int | None:
+        """The place of a name that stands before that, too; None where each is there once."""
+        hashes = np.fromiter((hash(self.stored(place)) for place in range(len(self))), np.int64, len(self))
+        values, counts = np.unique(hashes, return_counts=True)
+        # Names of one hash need not be equal.
+        seen: set[bytes] = set()
+        for place in np.flatnonzero(np.isin(hashes, values[counts > 1])).tolist():
+            if (name := self.stored(place)) in seen:
+                return int(place)
+            seen.add(name)
+        return None
 
     def stored(self, index: int) -> bytes:
         """A name as the file system has it."""
@@ -111,9 +133,14 @@ def _size_and_time(file: Path | str | int) -> tuple[int, int]:
 def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
     """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; one digest for all files
     that cannot be read."""
+    return digest_or_unreadable(partial(_digest_of_file, path, whole))
+
+
+def digest_or_unreadable(read: Callable[[], bytes]) -> bytes:
+    """What a function returns; where that cannot be read, what stands for all that cannot be."""
     for _ in range(2):
         try:
-            return _digest_of_file(path, whole)
+            return read()
         except OSError:
             # Reading the sample fails, too, and is handled there.
             continue
@@ -127,23 +154,28 @@ def _digest_of_file(path: Path | str, whole: bool) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
-        size = status.st_size
-        digest = hashlib.sha256(f"{size}\0".encode())
-        if whole:
-            while piece := os.read(descriptor, _PIECE_BYTES):
-                digest.update(piece)
-            return digest.digest()
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise") and not whole:
             # Else the kernel reads ahead, which for pictures is nearly the whole file.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        if size <= 2 * _END_BYTES:
-            digest.update(os.pread(descriptor, 2 * _END_BYTES, 0))
-        else:
-            digest.update(os.pread(descriptor, _END_BYTES, 0))
-            digest.update(os.pread(descriptor, _END_BYTES, size - _END_BYTES))
-        return digest.digest()
+        return digest_of(status.st_size, partial(os.pread, descriptor), whole=whole)
     finally:
         os.close(descriptor)
+
+
+def digest_of(size: int, read: Callable[[int, int], bytes], *, whole: bool) -> bytes:
+    """``digest_of_file`` of what ``read(count, offset)`` gives, wherever it lies."""
+    digest = hashlib.sha256(f"{size}\0".encode())
+    if whole:
+        offset = 0
+        while piece := read(_PIECE_BYTES, offset):
+            digest.update(piece)
+            offset += len(piece)
+    elif size <= 2 * _END_BYTES:
+        digest.update(read(2 * _END_BYTES, 0))
+    else:
+        digest.update(read(_END_BYTES, 0))
+        digest.update(read(_END_BYTES, size - _END_BYTES))
+    return digest.digest()
 
 
 _Own = TypeVar("_Own", bound="ImageFiles")
@@ -230,16 +262,19 @@ class ImageFiles:
 
     def left_out(self) -> list[str]:
         """What some of the files have that is left out where they are read."""
-        places = range(0, len(self), -(-len(self) // _LOOKED_INTO) or 1)
+        places = self._looked_into(_LOOKED_INTO)
         by_kind: dict[str, list[int]] = {}
         for place in places:
             # The loop names what cannot be read; a pipe is not waited for.
-            if Path(self.path(place)).is_file():
+            if self._is_file(place):
                 with suppress(OSError, ValueError), self.opened(place) as file:
                     for kind in left_out_of(file, self.preprocessing):
                         by_kind.setdefault(kind, []).append(place)
         of = f"of {counted(len(places), 'picture')} looked into"
         return [f"{len(some)} {of} have, as {self.id(some[0])}, {kind}" for kind, some in by_kind.items()]
+
+    def _looked_into(self, most: int) -> range:
+        return range(0, len(self), -(-len(self) // most) or 1)
 
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How labels became classes, as in result.json."""
@@ -259,42 +294,42 @@ class ImageFiles:
     @contextmanager
     def opened(self, index: int) -> Iterator[IO[bytes]]:
         """The file of an image, as it was when the run started."""
-        with Path(self.path(index)).open("rb") as file:
-            self._check_unchanged(index, file.fileno())
+        with self.as_it_is(index) as file:
+            if index < len(self._first_seen):
+                size, time = self._first_seen[index].tolist()
+                check_unchanged(self.id(index), (size, time), file.fileno())
             yield file
+
+    def as_it_is(self, index: int) -> AbstractContextManager[IO[bytes]]:
+        """The file of an image, as it is now."""
+        return Path(self.path(index)).open("rb")
+
+    def _is_file(self, index: int) -> bool:
+        return Path(self.path(index)).is_file()
 
     def picture(self, index: int) -> Any:
         """The picture as it stands in its file, for people."""
-        with Path(self.path(index)).open("rb") as file:
+        with self.as_it_is(index) as file:
             return picture_in(file)
-
-    def _check_unchanged(self, index: int, descriptor: int) -> None:
-        if index >= len(self._first_seen):
-            return
-        (size, time), (now, now_time) = self._first_seen[index].tolist(), _size_and_time(descriptor)
-        if (size, time) == (now, now_time):
-            return
-        then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
-        raise OSError(
-            f"{self.id(index)} has changed since the run started: {then} then, {now:,} bytes of "
-            f"{_date(now_time)} now"
-        )
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over id, size in bytes and target of the first ``count`` images.
 
         A file that changes after this is not read any more.
         """
-        chosen = range(min(count, len(self)))
+        digest = hashlib.sha256()
+        for index, size in enumerate(self._sizes(range(min(count, len(self))))):
+            digest.update(f"{self.id(index)}\0{size}\0{self._targets[index]}\n".encode())
+        return digest.hexdigest()
+
+    def _sizes(self, chosen: range) -> Iterator[int]:
+        """The sizes of the first images; remembers what they are from now on."""
         # A link to nowhere has no size; reading it fails later, and is handled there.
         stats = _on_threads(lambda index: _size_and_time(self.path(index)), chosen)
-        seen = np.empty((len(chosen), 2), np.int64)
-        digest = hashlib.sha256()
-        for index, (size, time) in enumerate(stats):
-            seen[index] = size, time
-            digest.update(f"{self.id(index)}\0{size}\0{self._targets[index]}\n".encode())
-        self._first_seen = seen
-        return digest.hexdigest()
+        self._first_seen = np.empty((len(chosen), 2), np.int64)
+        for index, seen in enumerate(stats):
+            self._first_seen[index] = seen
+            yield seen[0]
 
     def path(self, index: int) -> str:
         """Where an image is looked for."""
@@ -306,18 +341,35 @@ class ImageFiles:
 
         Files of the same sizes and times of change as when they were read before are not read again.
         """
-        paths = [self.path(index) for index in samples]
+        if (seen := self._seen(samples)) is None:
+            return self._contents(samples)
+        names = b"\0".join(os.fsencode(self.path(index)) for index in samples)
+        key = hashlib.sha256(names + b"\0" + seen).digest()
+        if key not in self._known_contents:
+            self._known_contents[key] = self._contents(samples)
+        return self._known_contents[key]
+
+    def _seen(self, samples: range) -> bytes | None:
+        """What the files of samples were when the run started; None where nobody has looked."""
         seen = self._first_seen[samples.start : samples.stop]
-        is_seen = len(seen) == len(samples)
-        names = b"\0".join(map(os.fsencode, paths))
-        key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
-        if is_seen and key in self._known_contents:
-            return self._known_contents[key]
-        digests = _on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
-        contents = hashlib.sha256(b"".join(digests)).hexdigest()
-        if is_seen:
-            self._known_contents[key] = contents
-        return contents
+        return seen.tobytes() if len(seen) == len(samples) else None
+
+    def _contents(self, samples: range) -> str:
+        return hashlib.sha256(b"".join(_on_threads(self._digest, samples))).hexdigest()
+
+    def _digest(self, index: int) -> bytes:
+        return digest_of_file(self.path(index), whole=self._whole_files)
+
+
+def check_unchanged(name: str, seen: tuple[int, int], file: str | int) -> None:
+    """Refuse a file of another size or time than it had when the run started."""
+    (size, time), (now, now_time) = seen, _size_and_time(file)
+    if (size, time) == (now, now_time):
+        return
+    then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
+    raise OSError(
+        f"{name} has changed since the run started: {then} then, {now:,} bytes of {_date(now_time)} now"
+    )
 
 
 def _date(nanoseconds: int) -> str:

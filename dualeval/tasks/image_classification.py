@@ -54,8 +54,8 @@ class ImageClassification(picture_task.PictureTask):
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/image-classification.md):
             weights, weights_key, weights_prefix, trust_checkpoint, split, image_root, path_column,
-            label_column, quoting, num_classes, class_map, class_order, data_fingerprint, resize, crop,
-            interpolation, channels, mean, std, keep.
+            label_column, label_key, quoting, num_classes, class_map, class_order, data_fingerprint, resize,
+            crop, interpolation, channels, mean, std, keep.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import from_numpy
 
 from dualeval.data.labels import imagenet_wnids, indices_of_classes
-from dualeval.data.set_names import IMAGENET, KINDS, SETS, TABLES, Kind, kind_at, named_set
+from dualeval.data.set_names import IMAGENET, KINDS, SETS, Kind, kind_at, named_set
 from dualeval.data.small_images import FASHION_MNIST_CLASSES, SmallImages, read_idx
 from dualeval.errors import UsageError
+from dualeval.options.fields import flag_of
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
@@ -51,14 +52,13 @@ class DataSource:
 
     def _refuse_meaningless(self) -> None:
         options = self._options
-        of_manifest = ("image_root", "path_column", "label_column", "quoting")
-        meaningless = [name for name in of_manifest if getattr(options, name) is not None]
-        if meaningless and not self._is_manifest:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in meaningless)
-            raise UsageError(
-                f"{flags} does not apply to {self.name}: it is for a manifest, a file that ends with "
-                f"{', '.join(TABLES)}. Leave it out."
-            )
+        for kind in KINDS.values():
+            others = [name for name in kind.options if name not in self._kind.options]
+            if flags := [flag_of(name) for name in others if getattr(options, name) is not None]:
+                raise UsageError(
+                    f"{' and '.join(flags)} does not apply to {self.name}: it is for {kind.what}. Leave it "
+                    "out."
+                )
         if options.split is None or self._named is not None or options.split in self._kind.splits:
             return
         raise UsageError(
@@ -95,9 +95,9 @@ class DataSource:
             read = _embedded if self.is_embedded else partial(self._open, split=options.split)
             images: SmallImages = read() if cache is None else cache.once(key, read)
             return images if images.labels.names else images.with_labels(indices_of_classes((), label.known))
-        named = ("image_root", "path_column", "label_column", "keep", "quoting") if self._is_manifest else ()
-        of_manifest = {name: getattr(options, name) for name in named}
-        files: ImageFiles = self._open(label=label, whole_files=whole_files, cache=cache, **of_manifest)
+        named = (*self._kind.options, *(("keep",) if self._kind.has_columns else ()))
+        of_kind = {name: getattr(options, name) for name in named}
+        files: ImageFiles = self._open(label=label, whole_files=whole_files, cache=cache, **of_kind)
         return files
 
     def _open(self, **options: Any) -> Any:
@@ -115,6 +115,7 @@ class DataSource:
             "image_root": str(root.absolute()) if self._is_manifest else None,
             "path_column": options.path_column,
             "label_column": options.label_column,
+            "label_key": options.label_key,
             "quoting": options.quoting,
         }
 

@@ -25,6 +25,7 @@ class ImageClassificationKeywords(TypedDict, total=False):
     image_root: str | Path | None
     path_column: str | None
     label_column: str | None
+    label_key: str | None
     quoting: Literal["none", "standard"] | None
     num_classes: int | None
     class_map: str | Path | None

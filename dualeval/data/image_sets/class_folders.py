@@ -22,7 +22,7 @@ from dualeval.data.image_paths import (
 )
 from dualeval.data.labels import Labels, are_wnids, choose_labels, imagenet_wnids
 from dualeval.data.preprocessing import Normalisation, Preprocessing
-from dualeval.data.set_names import NamedSet
+from dualeval.data.set_names import PARTS, NamedSet
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
 
@@ -72,9 +72,13 @@ class ImageFolder(ImageFiles):
     def _without_images(self, root: Path) -> UsageError:
         loose = sum(is_image(path.name) for path in root.iterdir())
         folders = f"{len(self.classes)} class folders without images and {loose} images beside them"
+        # With folders beside them they are no shards: those who have ImageNet's archive beside its classes.
+        tars = f" The tar files in it are read by --data {root}/NAME.tar." * (
+            ".tar" in self.passed_over.files
+        )
         return UsageError(
             f"data folder {root} holds no sample: found {folders}; expected {root}/CLASS/IMAGE "
-            f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
+            f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "") + tars
         )
 
     def notes(self) -> list[str]:
@@ -108,8 +112,6 @@ _FLAT = (
     "There is no class folder in {0}: expected {0}/CLASS/IMAGE, or the list of pictures and labels: --data "
     "FILE.csv"
 )
-# Folders of these names alone are no classes.
-_PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
 
 def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
@@ -127,7 +129,7 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
-    if (splits := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and splits:
+    if (splits := [name for name in sorted(folders) if name.lower() in PARTS]) == sorted(folders) and splits:
         filled = [name for name in splits if any(path.is_dir() for path in (root / name).glob("*"))]
         raise UsageError(
             f"data folder {root} holds {' and '.join(splits)}, which are parts of a data set, not classes. "

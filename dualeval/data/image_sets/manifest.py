@@ -14,13 +14,13 @@ from dualeval.columns.of_data import KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 from dualeval.messages import counted
 from dualeval.process.status_line import doing
 
-_LABEL_COLUMNS = ("label", "class", "target", "y")
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
 _LOOKED_FOR = 1000
@@ -69,7 +69,11 @@ class ManifestImages(WithColumns, ImageFiles):
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
             paths, targets, self.kept = paths.select(kept), targets[kept], read.kept.select(kept)
-        _check_once(path, paths)
+        if (twice := paths.repeated()) is not None:
+            raise UsageError(
+                f"{path} lists {paths.shown(twice)!r} more than once: keep one of them, so that each picture "
+                "counts once."
+            )
         super().__init__(
             path.parent if image_root is None else image_root,
             paths,
@@ -112,10 +116,13 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, optio
             )
         return (
             column_of(path, columns, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
-            column_of(path, columns, label_column, _LABEL_COLUMNS, "--label-column", "their labels", hint),
+            column_of(path, columns, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
-    of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
+    of_texts = (
+        ", the paths of picture files. Pictures in a Parquet file are read from a struct of bytes and path, "
+        "as Hugging Face's library writes them."
+    )
     return open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
 
 
@@ -159,19 +166,3 @@ def _no_path(of: Table, number: int, path: object) -> UsageError:
         f"{of.where(number)}: the path {fault}, expected the path of a picture file (column "
         f"{of.columns[0]!r})"
     )
-
-
-def _check_once(path: Path, paths: FileNames) -> None:
-    """Refuse a manifest that lists a picture twice."""
-    hashes = np.fromiter((hash(paths.stored(place)) for place in range(len(paths))), np.int64, len(paths))
-    values, counts = np.unique(hashes, return_counts=True)
-    # Paths of one hash need not be equal.
-    seen: set[bytes] = set()
-    for place in np.flatnonzero(np.isin(hashes, values[counts > 1])).tolist():
-        name = paths.stored(place)
-        if name in seen:
-            raise UsageError(
-                f"{path} lists {paths.shown(place)!r} more than once: keep one of them, so that each picture "
-                "counts once."
-            )
-        seen.add(name)

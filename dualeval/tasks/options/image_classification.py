@@ -43,7 +43,7 @@ class ImageClassificationOptions(PictureOptions):
     )
     data: str | Path | None = option(
         None,
-        "Folder of class folders, manifest (.csv), or CIFAR10:DIR.",
+        "Class folders, manifest (.csv), shards (.tar), CIFAR10:DIR.",
         group=DATA,
         resolve=data_beside,
         metavar="PATH",
@@ -57,6 +57,9 @@ class ImageClassificationOptions(PictureOptions):
     path_column: str | None = same("path_column")
     label_column: str | None = option(
         None, "A manifest's column of labels.", group=DATA, shown="label, class, target, y"
+    )
+    label_key: str | None = option(
+        None, "Key of the label in tar shards' .json.", group=DATA, shown=".cls, or label, class, ..."
     )
     quoting: str | None = same("quoting")
     num_classes: int | None = option(

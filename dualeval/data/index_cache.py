@@ -1,0 +1,76 @@
+"""What was found in a large file, kept in the user's cache for the next run; it may be deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.data.image_files import digest_of_file
+
+_FORM = 1
+
+
+class IndexCache:
+    """Arrays and values of JSON for a file and a purpose, while its size, time and ends are the same."""
+
+    def __init__(self, file: Path, purpose: str) -> None:
+        status, file = file.stat(), file.absolute()
+        self._key = {
+            "form": _FORM,
+            "file": os.fsencode(file).hex(),
+            "purpose": purpose,
+            "size": status.st_size,
+            "time": status.st_mtime_ns,
+            "ends": digest_of_file(file, whole=False).hex(),
+        }
+        # Size and time of change, in ns.
+        self.state = status.st_size, status.st_mtime_ns
+        # Named by the file alone: of one that has changed nothing is left behind.
+        name = hashlib.sha256(os.fsencode(file) + b"\0" + purpose.encode()).hexdigest()
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self._path = Path(base).expanduser() / "dualeval" / "shards" / f"{name[:40]}.index"
+
+    @property
+    def ends(self) -> str:
+        """A hash of the file's size, and of its first and last 4 KiB."""
+        return str(self._key["ends"])
+
+    def load(self) -> tuple[Mapping[str, npt.NDArray[Any]], Any] | None:
+        """What was kept; None where there is none, or it is damaged or of another state of the file."""
+        try:
+            with self._path.open("rb") as kept:
+                head, body = json.loads(kept.readline()), kept.read()
+            if head["key"] != self._key or head["sha256"] != hashlib.sha256(body).hexdigest():
+                return None
+            arrays, start = {}, 0
+            for name, kind, count in head["arrays"]:
+                arrays[name] = np.frombuffer(body, np.dtype(kind), count, start)
+                start += arrays[name].nbytes
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+            return None
+        return arrays, head["values"]
+
+    def keep(self, arrays: Mapping[str, npt.NDArray[Any]], values: Any) -> None:
+        """Keep it; where that cannot be written the next run finds it again."""
+        body = b"".join(array.tobytes() for array in arrays.values())
+        head = {
+            "key": self._key,
+            "sha256": hashlib.sha256(body).hexdigest(),
+            "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()],
+            "values": values,
+        }
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Not waited for until it is on the disk: one that is torn has another sum.
+            partial = self._path.with_suffix(f".{secrets.token_hex(4)}.partial")
+            partial.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            partial.replace(self._path)

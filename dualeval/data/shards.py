@@ -1,0 +1,73 @@
+"""Which files a value of ``--data`` names: one, a folder's, or those of a pattern in braces."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dualeval.data.set_names import PARTS
+from dualeval.errors import UsageError
+from dualeval.messages import counted, first_of
+
+_RANGE = re.compile(r"\{(?:([0-9]+)\.\.([0-9]+)|([^{}]*,[^{}]*))\}", re.ASCII)
+_MOST = 10**6
+_WORD, _NUMBER = re.compile(r"[a-z]+"), re.compile(r"(?<=[-_.])[0-9]+")
+
+
+def shards_at(data: Path, is_shard: Callable[[str], bool], example: str) -> list[Path]:
+    """The shards at a path, those of a folder by name, or those of a pattern {000..063} in its order."""
+    if data.is_dir():
+        paths = sorted(each for each in data.glob("[!.]*") if is_shard(each.name))
+        _refuse_parts(data, paths)
+        return paths
+    if data.exists():
+        return [data]
+    paths = [Path(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
+    missing = [path for path in paths if not path.is_file()]
+    if len(missing) == len(paths):
+        which = "does not exist" if paths == [data] else f"names {len(paths):,} files, and none exists"
+        raise UsageError(
+            f"--data {data} {which}; the first was looked for at {paths[0]}. Give a file, a folder of them, "
+            f"or a range in quotation marks: --data '{example}'"
+        )
+    if missing:
+        raise UsageError(
+            f"--data {data}: {len(missing):,} of {counted(len(paths), 'shard')} are missing: "
+            f"{first_of(missing, 3)}. Give the range that is there, or fetch the others."
+        )
+    return paths
+
+
+def _refuse_parts(folder: Path, paths: list[Path]) -> None:
+    """Refuse a folder that holds a data set's training files beside those to evaluate."""
+    of_parts: dict[str, list[Path]] = {}
+    for path in paths:
+        words = _WORD.findall(path.name.lower())
+        of_parts.setdefault(next((word for word in words if word in PARTS), ""), []).append(path)
+    named = sorted(of_parts.keys() - {""})
+    if len(named) > 1:
+        last = of_parts[named[-1]][-1]
+        pattern = _NUMBER.sub(lambda match: f"{{{'0' * len(match[0])}..{match[0]}}}", last.name, count=1)
+        raise UsageError(
+            f"data folder {folder} holds shards of several parts of a data set: "
+            f"{' and '.join(f'{len(of_parts[name]):,} of {name}' for name in named)}. Give those of one: "
+            f"--data '{folder / pattern}'"
+        )
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """The names that a pattern of ranges {000..063} and lists {a,b} stands for, in its order."""
+    if (match := _RANGE.search(pattern)) is None:
+        yield pattern
+        return
+    first, last, listed = match.groups()
+    if listed is None:
+        width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
+        step = 1 if int(first) <= int(last) else -1
+        parts: Iterator[str] = (f"{each:0{width}}" for each in range(int(first), int(last) + step, step))
+    else:
+        parts = iter(listed.split(","))
+    for part in parts:
+        yield from _expanded(pattern[: match.start()] + part + pattern[match.end() :])

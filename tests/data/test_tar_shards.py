@@ -1,0 +1,346 @@
+"""Tar shards: read like the folder they were packed from, whoever packed them; and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dualeval.data import tar_index
+from dualeval.data.image_sets import tar_shards
+from dualeval.data.image_sets.class_folders import ImageFolder
+from dualeval.data.packed import PackedImages
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import kind_at
+from dualeval.data.tar import TarReader, tars_at
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.tasks.labels import FolderLabels
+from tests.vehicles.packed_pictures import pack
+
+SMALL = Preprocessing(resize=20, crop=16)
+BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where indices are kept, instead of the cache of whoever types the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dualeval" / "shards"
+
+
+def picture(number: int, size: int = 24) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def samples(first: int, count: int, folder: str = "") -> dict[str, bytes]:
+    """Pictures of ten classes, in turn."""
+    members = {}
+    for number in range(first, first + count):
+        members[f"{folder}{number:06}.png"] = picture(number)
+        members[f"{folder}{number:06}.cls"] = str(number % 10).encode()
+    return members
+
+
+def opened(
+    at: Path, *, label_key: str | None = None, order: str | None = None, whole_files: bool = False
+) -> PackedImages:
+    label = FolderLabels(order=order, **BY_NAME)
+    images = tar_shards.open_images(at, label=label, label_key=label_key, whole_files=whole_files, cache=None)
+    images.preprocessing = SMALL
+    return images
+
+
+def refused(at: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        opened(at, **options)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+def ids(images: PackedImages) -> list[str]:
+    return [images.id(index) for index in range(len(images))]
+
+
+# -- what is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_packed_folder_is_the_folder(tmp_path: Path, form: int) -> None:
+    """Ids, classes, tensors and both fingerprints: a job does not change by how its pictures lie."""
+    deep = "a" * 90 + "/" + "b" * (40 if form == tarfile.USTAR_FORMAT else 120)
+    names = ["ant/x.png", "ant/y.v2.png", f"bee/{deep}.png", "bee/große Äpfel.png", "cow/z.PNG"]
+    members = {}
+    for number, name in enumerate(names):
+        (tmp_path / "val" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "val" / name).write_bytes(picture(number, 24 + 60 * number))
+        key, _, _ = name.rpartition("/")[2].partition(".")
+        folder = name.rpartition("/")[0]
+        members[f"./{name}"] = picture(number, 24 + 60 * number)
+        members[f"./{folder}/{key}.cls"] = name.partition("/")[0].encode() + b"\n"
+    del members["./ant/y.v2.png"], members["./ant/y.cls"]
+    (tmp_path / "val/ant/y.v2.png").unlink()
+    half = dict([*members.items()][:4]), dict([*members.items()][4:])
+    for number, part in enumerate(half):
+        pack(tmp_path / f"shards/val-{number}.tar", part, form)
+    data = opened(tmp_path / "shards/val-{0..1}.tar", order="name")
+    folder_data = ImageFolder(tmp_path / "val", SMALL)
+    assert sorted(ids(data)) == sorted(folder_data.id(index) for index in range(len(folder_data)))
+    order = [ids(data).index(folder_data.id(index)) for index in range(len(data))]
+    data = data.select(order)
+    assert data.targets.tolist() == folder_data.targets.tolist()
+    assert data.labels.names == folder_data.labels.names
+    count = len(data)
+    for (one, target), (other, same) in zip(
+        data.__getitems__(range(count)), folder_data.__getitems__(range(count)), strict=True
+    ):
+        assert one.equal(other)
+        assert target == same
+    assert data.fingerprint(count) == folder_data.fingerprint(count)
+    assert data.content_fingerprint(range(count)) == folder_data.content_fingerprint(range(count))
+    whole = opened(tmp_path / "shards", order="name", whole_files=True).select(order)
+    of_folder = ImageFolder(tmp_path / "val", SMALL, whole_files=True)
+    assert whole.content_fingerprint(range(count)) == of_folder.content_fingerprint(range(count))
+    assert data.picture(1).tobytes() == folder_data.picture(1).tobytes()
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_those_of_the_standard_library(tmp_path: Path, form: int) -> None:
+    names = ["a", "b" * 100, "c" * 60 + "/" + "d" * 99, "e" * 155 + "/f", "ü/ß.png"]
+    names += [] if form == tarfile.USTAR_FORMAT else ["g" * 600 + ".cls"]
+    members = {name: bytes([number]) * (511 + number) for number, name in enumerate(names)}
+    path = pack(tmp_path / "x.tar", members, form)
+    with tarfile.open(path) as file:
+        wanted = [(os.fsencode(each.name), each.offset_data, each.size) for each in file]
+    with TarReader(path) as reader:
+        assert [*reader.members()] == wanted
+
+
+def test_a_pattern_a_folder_and_a_file_are_the_same_shards(tmp_path: Path) -> None:
+    for number in range(12):
+        pack(tmp_path / f"s/val-{number:02}.tar", samples(10 * number, 10))
+    (tmp_path / "s/index.json").write_text("{}")
+    (tmp_path / "s/.hidden.tar").write_text("of a copy that runs")
+    for at in ("s", "s/val-{00..11}.tar"):
+        assert [path.name for path in tars_at(tmp_path / at)] == [f"val-{each:02}.tar" for each in range(12)]
+        assert kind_at(tmp_path / at).module == "tar_shards"
+    data = opened(tmp_path / "s")
+    assert ids(data) == [f"{number:06}.png" for number in range(120)]
+    assert data.targets.tolist() == [number % 10 for number in range(120)]
+    assert str(data.labels) == "indices 0 to 9"
+    assert [path.name for path in tars_at(tmp_path / "s/val-{11,03}.tar")] == ["val-11.tar", "val-03.tar"]
+    assert [path.name for path in tars_at(tmp_path / "s/val-1{1..0}.tar")] == ["val-11.tar", "val-10.tar"]
+
+
+def test_labels_lie_in_json_too(tmp_path: Path) -> None:
+    rows = [{"label": 2, "wnid": "n2"}, {"label": 0, "wnid": "n0"}, {"label": 1, "wnid": "n1"}]
+    members = {}
+    for number, row in enumerate(rows):
+        members[f"{number}.json"] = json.dumps(row).encode()
+        members[f"{number}.webp"] = picture(number)
+    path = pack(tmp_path / "x.tar", members)
+    assert opened(path).targets.tolist() == [2, 0, 1]
+    named = opened(path, label_key="wnid")
+    assert named.targets.tolist() == [2, 0, 1]
+    assert named.labels.names == {0: "n0", 1: "n1", 2: "n2"}
+    assert refused(path, label_key="class").startswith(
+        f"--label-key class: {path}: 0.json has the columns label"
+    )
+    pack(path, {**members, "2.json": b'{"label": [1]}'})
+    assert refused(path) == (f"{path}: the member '2.json' 'label' is [1]. Expected a class's index or name.")
+    pack(path, {**members, "1.json": b"{"})
+    assert "the member '1.json' is not JSON" in refused(path)
+
+
+def test_names_that_shards_share_have_the_shard_before_them(tmp_path: Path) -> None:
+    for number in range(2):
+        one = {name: picture(9 + number) if name.endswith("png") else b"1" for name in samples(0, 3)}
+        pack(tmp_path / f"s/{number}.tar", one)
+    data = opened(tmp_path / "s")
+    assert ids(data) == [f"{shard}.tar/{number:06}.png" for shard in range(2) for number in range(3)]
+    assert "shards share names, such as 000000.png: ids begin with the shard's name" in data.notes()
+    shutil.copy(tmp_path / "s/0.tar", tmp_path / "s/2.tar")
+    assert f"{tmp_path}/s/0.tar and {tmp_path}/s/2.tar are the same shard" in refused(tmp_path / "s")
+    twice = pack(tmp_path / "x.tar", samples(0, 3))
+    with tarfile.open(twice, "a") as file:
+        for name in ("000000.png", "000000.cls"):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            file.addfile(info, io.BytesIO(b"1"))
+    assert f"{twice} has '000000.png' more than once" in refused(twice)
+
+
+def test_other_members_are_passed_over_with_a_note(tmp_path: Path) -> None:
+    path = pack(tmp_path / "x.tar", {"README": b"", "._0.png": b"x", "notes.txt": b"y", **samples(0, 2)})
+    with tarfile.open(path, "a") as file:
+        folder = tarfile.TarInfo("folder.png")
+        folder.type = tarfile.DIRTYPE
+        file.addfile(folder)
+    assert opened(path).notes() == ["passed over: 3 files of the shards, which are of no sample"]
+
+
+def test_an_index_is_kept_and_made_again_after_a_change(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 1)
+    path = pack(tmp_path / "x.tar", samples(0, 20))
+    first = opened(path)
+    (kept,) = cache_folder.iterdir()
+    with monkeypatch.context() as other:
+        other.setattr(TarReader, "members", lambda reader: iter(()) if kept.exists() else None)
+        other.setattr(tar_shards, "_label_key", lambda path, asked: None)
+        again = opened(path)
+    assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
+    assert again.fingerprint(20) == first.fingerprint(20)
+    content = kept.read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    for damaged in (
+        flipped,
+        content[:-1],
+        content[:50],
+        b"",
+        content.replace(b'"form": 1', b'"form": 0'),
+        b"\0" * 99,
+    ):
+        kept.write_bytes(damaged)
+        assert ids(opened(path)) == ids(first)
+        assert kept.read_bytes() == content
+    # Of the same size, too: its time of change, or its ends, say so.
+    time = path.stat().st_mtime_ns
+    pack(path, samples(20, 20))
+    os.utime(path, ns=(time, time))
+    assert ids(opened(path))[0] == "000020.png"
+    assert len([*cache_folder.iterdir()]) == 1
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder")
+    assert ids(opened(path))[0] == "000020.png"
+
+
+def test_a_shard_that_changes_is_an_error_of_its_samples(tmp_path: Path) -> None:
+    path = pack(tmp_path / "x.tar", samples(0, 3))
+    data = opened(path)
+    data.fingerprint(3)
+    os.utime(path, (1, 1))
+    with pytest.raises(OSError, match=r"x\.tar has changed since the run started: .* 1970-01-01"):
+        data.__getitems__([0])
+
+
+def test_no_more_than_60_bytes_a_sample(tmp_path: Path) -> None:
+    data = opened(pack(tmp_path / "x.tar", samples(0, 100)))
+    pieces: Any = data._pieces
+    arrays = (pieces.places, pieces.lengths, data.targets)
+    names = len("000000.png") + 8
+    assert sum(array.itemsize for array in arrays) + names <= 60
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_sample_without_a_part_is_named(tmp_path: Path) -> None:
+    members = samples(0, 3)
+    path = pack(tmp_path / "x.tar", {name: each for name, each in members.items() if name != "000001.cls"})
+    said = f"{path}: the sample '000001' has .png and no label (.cls). Add it, or leave the sample out."
+    assert refused(path).startswith(said)
+    pack(path, {name: each for name, each in members.items() if name != "000001.png"})
+    assert "the sample '000001' has .cls and no picture" in refused(path)
+    pack(path, {**members, "000002.jpg": b"x"})
+    assert "the member '000002.jpg' is a second picture of '000002'. Keep one of them" in refused(path)
+    pack(path, {"a/1.jpg": b"x", "b/1.jpg": b"x"})
+    assert f"mkdir val; tar -xf {path} -C val" in refused(path)
+    pack(path, {"a.txt": b"x"})
+    assert f"{path} holds no picture: expected files such as a.jpg" in refused(path)
+    pack(path, {**members, "000002.cls": b"\xff"})
+    assert "the member '000002.cls' is no text" in refused(path)
+    pack(path, {**members, "000002.cls": b" "})
+    assert refused(path).startswith(f"{path}, 000002.png: the label (column '.cls') is empty")
+
+
+def test_a_torn_shard_is_named(tmp_path: Path) -> None:
+    """Also where it ends between two members: what follows would be missing without a word."""
+    path = pack(tmp_path / "x.tar", samples(0, 3))
+    content = path.read_bytes()
+    with TarReader(path) as reader:
+        members = [*reader.members()]
+    ends = [offset + -(-size // 512) * 512 for _, offset, size in members]
+    for length in (ends[-1], ends[-1] - 1, ends[1], ends[1] + 100, ends[1] + 600, 0):
+        path.write_bytes(content[:length])
+        said = f"{path} is cut off: it ends after {length:,} bytes without tar's end mark. Fetch or pack"
+        assert refused(path) == f"{said} it again."
+    path.write_bytes(content[: ends[2]] + b"\x07" * 512 + content[ends[2] + 512 :])
+    assert f"{path} is damaged at byte {ends[2]:,}, where the header" in refused(path)
+    info = tarfile.TarInfo("a.png")
+    for records in (b"0 path=b\n", b"x path=b\n", b"10 size=x\n"):
+        info.size, info.type = len(records), tarfile.XHDTYPE
+        header = info.tobuf(tarfile.USTAR_FORMAT) + records.ljust(512, b"\0")
+        path.write_bytes(content[: ends[1]] + header + content[ends[1] :])
+        assert f"{path} is damaged at byte {ends[1]:,}" in refused(path) or b"size" in records
+        assert f"{path} is damaged at byte" in refused(path)
+    path.write_bytes(content + content)
+    assert "has members behind its end mark" in refused(path)
+    path.write_bytes(b"<!DOCTYPE html><title>404</title>" + bytes(600))
+    assert f"{path} is a web page" in refused(path)
+
+
+def test_compressed_sparse_and_linked_ones_are_named(tmp_path: Path) -> None:
+    path = pack(tmp_path / "x.tar", samples(0, 3))
+    for name in ("x.tar.gz", "x.tgz", "y.tar"):
+        other = tmp_path / "z" / name
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(gzip.compress(path.read_bytes()))
+        assert kind_at(other).module == "tar_shards"
+        assert refused(other).endswith(f"Make a .tar of it, and give that: gunzip --keep {other}")
+    assert "is compressed" in refused(tmp_path / "z")
+    (tmp_path / "z/y.tar").unlink()
+    shutil.copy(path, tmp_path / "z/x.tar")  # as both commands make it
+    assert len(opened(tmp_path / "z")) == 3
+    for kind, fault in ((tarfile.GNUTYPE_SPARSE, "is sparse"), (tarfile.LNKTYPE, "is a link")):
+        info = tarfile.TarInfo("s.png")
+        info.type, info.linkname = kind, "other"
+        path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+        assert f"{path}: the member 's.png' {fault}" in refused(path)
+    info = tarfile.TarInfo("s.png")
+    info.pax_headers = {"GNU.sparse.major": "1"}
+    path.write_bytes(info.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
+    assert "'s.png' is sparse" in refused(path)
+
+
+def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
+    pack(tmp_path / "val-000.tar", samples(0, 3))
+    said = refused(tmp_path / "val-{000..002}.tar")
+    assert "2 of 3 shards are missing: " in said
+    assert f"{tmp_path}/val-001.tar, {tmp_path}/val-002.tar" in said
+    said = refused(tmp_path / "test-{000..002}.tar")
+    assert f"names 3 files, and none exists; the first was looked for at {tmp_path}/test-000.tar" in said
+    assert f"--data {tmp_path}/test.tar does not exist" in refused(tmp_path / "test.tar")
+
+
+def test_a_folder_of_training_shards_beside_others_is_refused(tmp_path: Path) -> None:
+    """Evaluated together they gave one number, too high."""
+    for name in ("net1k-train-000", "net1k-train-001", "net1k-val-000", "net1k-val-001", "extra"):
+        pack(tmp_path / f"{name}.tar", samples(0, 1))
+    said = refused(tmp_path)
+    assert f"{tmp_path} holds shards of several parts of a data set: 2 of train and 2 of val" in said
+    assert said.endswith(f"Give those of one: --data '{tmp_path}/net1k-val-{{000..001}}.tar'")
+
+
+def test_class_folders_beside_tars_are_class_folders(tmp_path: Path) -> None:
+    """ImageNet's archive lies beside the folders that came out of it, and perhaps nobody may move it."""
+    pack(tmp_path / "ILSVRC2012_img_val.tar", samples(0, 3))
+    (tmp_path / "n01440764").mkdir()
+    assert kind_at(tmp_path).module == "class_folders"
+    with pytest.raises(
+        UsageError, match=r"holds no sample.* The tar files in it are read by --data"
+    ) as caught:
+        ImageFolder(tmp_path, SMALL)
+    assert caught.value.exit_code == EXIT_USAGE
