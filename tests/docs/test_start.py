@@ -158,7 +158,7 @@ def write_pictures_and_checkpoint(folder: Path) -> None:
 def test_all_blocks_are_known() -> None:
     assert {language for language, _ in OWN_BLOCKS} == {"python", "sh", "toml"}
     assert [file_of(text) for text in PYTHON] == [
-        *(None, None, None, "mine.py", None, "ranking.py", None, "close_calls.py")
+        *(None, None, None, "mine.py", None, None, "ranking.py", None, "close_calls.py")
     ]
     assert [len(lines) for lines in SHELL] == [4, 3]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import dualeval
 from dualeval.errors import UsageError
@@ -32,6 +32,17 @@ def winner(model: nn.Module, batch: Any) -> Tensor:
 
 def triple(index: int) -> tuple[Tensor, int, int]:
     return numbers(5), index, index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def of_library(module: str) -> Any:
+    """A stream of a library's."""
+    kind = type("IterableDataset", (), {"__iter__": lambda self: iter(range(8)), "__module__": module})
+    return kind()
 
 
 WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
@@ -68,6 +79,13 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     ),
     (lambda: wrong(data={"validation": [1]}), r"Give one part of it: data\['validation'\]"),
     (lambda: wrong(data=iter([1])), "no length or no samples by index"),
+    (lambda: wrong(data=Stream()), r"cannot be divided .*\. Keep its samples, data=list\(data\), or index"),
+    (lambda: wrong(data=DataLoader(Stream())), r"a DataLoader, .* Keep its samples"),
+    (
+        lambda: wrong(data=of_library("webdataset")),
+        r"reads the shards by itself, .* In Python keep its samples",
+    ),
+    (lambda: wrong(data=of_library("datasets.iterable_dataset")), "Load it without streaming=True. Or keep"),
     (lambda: wrong(data=[triple(i) for i in range(4)]), "the samples are 3 values"),
     (
         lambda: wrong(data=[(numbers(5), np.ma.masked_equal([index % 2], 1)) for index in range(8)]),

@@ -64,7 +64,7 @@ def as_dataset(data: Any) -> Dataset:
 
 def check_samples(data: Any) -> None:
     """Check that something has a length, and samples by index."""
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader) and not _is_stream(data.dataset):
         # Torch's other samplers draw from the whole set, or divide it.
         is_of_torch = type(data.sampler).__module__.startswith("torch.")
         is_part = isinstance(data.sampler, SubsetRandomSampler) or not is_of_torch
@@ -72,10 +72,8 @@ def check_samples(data: Any) -> None:
         hint = f". Give the loader's data set ({some}), and batch_size beside it"
     elif isinstance(data, Mapping):
         hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
-    elif isinstance(data, IterableDataset):
-        hint = (
-            ". Samples that can only be read one after the other cannot be divided among processes or resumed"
-        )
+    elif _is_stream(of := data.dataset if isinstance(data, DataLoader) else data):
+        hint = _of_stream(of)
     elif isinstance(data, tuple) and len(data) > 1 and all(isinstance(part, _ARRAYS) for part in data):
         hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
     elif isinstance(data, str | bytes | PurePath):
@@ -91,6 +89,32 @@ def check_samples(data: Any) -> None:
     if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
         kind = "None" if data is None else f"a {type(data).__name__}"
         raise UsageError(f"the data is {kind}, which has no length or no samples by index: {_WANTED}{hint}")
+
+
+def _is_stream(data: Any) -> bool:
+    """Whether samples can only be read one after the other, each time from the first one on."""
+    iterates = (
+        hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
+    )
+    return isinstance(data, IterableDataset) or iterates
+
+
+def _of_stream(data: Any) -> str:
+    """What to do with samples that can only be read one after the other: not divided, and not resumed."""
+    library = type(data).__module__.partition(".")[0]
+    if library == "webdataset":
+        of_library = (
+            "dualeval run reads the shards by itself, with --data 'val-{000..063}.tar' (docs/data.md). In "
+            "Python "
+        )
+    elif library == "datasets":
+        of_library = "Load it without streaming=True. Or "
+    else:
+        of_library = "Samples in a stream cannot be divided among processes or resumed. "
+    return (
+        f". {of_library}keep its samples, data=list(data), or index its file in a data set whose __getitem__ "
+        "reads one sample (docs/your-own.md#a-stream)"
+    ).replace(". keep", ". Keep")
 
 
 class Samples:
