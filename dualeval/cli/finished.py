@@ -12,7 +12,7 @@ import click
 from dualeval.cli import options
 from dualeval.cli.options import BINS, BY, PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
-from dualeval.messages import printable, printable_lines
+from dualeval.messages import nearest, printable, printable_lines
 from dualeval.options.choices import check_groups
 from dualeval.report.loggers.loggers import check_installed, targets_of
 from dualeval.result import JOB, json_text
@@ -188,6 +188,7 @@ _LONGEST = 60  # letters of an answer
 
 @click.command()
 @click.argument("run", type=PATH)
+@click.argument("sample", required=False)
 @click.option("--worst", metavar="N", type=click.IntRange(1), help=f"Samples per list.  [default: {_WORST}]")
 @click.option("--class", "name", metavar="NAME", help="Only samples of this class, by name or number.")
 @click.option(
@@ -197,15 +198,24 @@ _LONGEST = 60  # letters of an answer
     metavar="RUN",
     help="Instead: the samples that are right in that run and wrong in this one, and vice versa.",
 )
+@click.option("--against", type=PATH, multiple=True, metavar="RUN", help="With SAMPLE: what these runs say.")
 @click.option("--metric", metavar="NAME", help="List by this metric's number of each sample.")
 @click.option("--per-class", is_flag=True, help="The metrics of each class.")
 def show(
-    run: Path, worst: int | None, name: str | None, other: Path | None, metric: str | None, per_class: bool
+    run: Path,
+    sample: str | None,
+    worst: int | None,
+    name: str | None,
+    other: Path | None,
+    against: Sequence[Path],
+    metric: str | None,
+    per_class: bool,
 ) -> None:
-    """Show the samples of a finished run that deserve a look.
+    """Show the samples of a finished run that deserve a look, or all that is known of the one of an id.
 
     \b
     dualeval show runs/a --worst 20 --class cat
+    dualeval show runs/b val/cat/7.jpg --against runs/a
     dualeval show runs/b --flips-against runs/a
     dualeval show runs/a --per-class
 
@@ -213,9 +223,16 @@ def show(
     not changed.
     """
     from dualeval.comparison.compared import compare as compare_runs
-    from dualeval.comparison.worst import JudgedRows
+    from dualeval.comparison.worst import JudgedRows, highest
 
     rows = JudgedRows.open(run, metric)
+    if sample is not None:
+        if per_class or any(each is not None for each in (worst, name, other)):
+            raise UsageError(f"show {run} {sample} shows one sample: leave out the options of lists.")
+        _print_sample(sample, rows, [JudgedRows.open(each, metric) for each in against])
+        return
+    if against:
+        raise UsageError("--against shows one sample in several runs: name it, as in dualeval show RUN ID.")
     classes = None if name is None else rows.classes_called(name)
     if per_class:
         _print_classes(rows, classes)
@@ -225,19 +242,56 @@ def show(
         None if other is None else compare_runs(other, run, metrics=() if metric is None else (metric,))
     )
     lists = rows.lists(comparison)
-    if not lists:
+    chosen_of = {listed.title: rows.worst(listed, worst or _WORST, classes) for listed in lists}
+    if other is not None and not lists and classes is None:
+        # Where no sample is right or wrong, none flips.
+        worse = rows.changed(JudgedRows.open(other, metric))
+        if worse is not None:
+            chosen_of = {
+                f"{how} than there": highest(sign * worse, worst or _WORST)
+                for how, sign in (("worse", 1), ("better", -1))
+            }
+    if not chosen_of:
         raise UsageError(
             f"{run} has no metric that says for each sample whether it is right, or how bad it is: there is "
             "nothing to list. 'dualeval export' writes all rows."
         )
     if comparison is not None:
         click.echo(printable(comparison.said_of(str(run))))
-    for listed in lists:
-        chosen = rows.worst(listed, worst or _WORST, classes)
-        click.echo(f"{listed.title}: {len(chosen.places):,} of {chosen.of:,}")
+    for title, chosen in chosen_of.items():
+        click.echo(f"{title}: {len(chosen.places):,} of {chosen.of:,}")
         _print_samples(rows, rows.samples(chosen.places))
     if (folder := _folder_of_ids(rows)) is not None:
         click.echo(f"files are below {printable(folder)}")
+
+
+def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> None:
+    """All that runs know of a sample, a line a column."""
+    import numpy as np
+    import pyarrow
+
+    found: list[dict[str, Any]] = []
+    for each in (rows, *others):
+        place = int(each.places_of(pyarrow.array([name]))[0])
+        if place < 0:
+            ids = each.rows.whole("id")
+            hint = nearest(name, ids.to_pylist()) if len(ids) < _LARGE else ""
+            raise UsageError(
+                f"{each.folder} has no sample {name!r}.{hint} 'dualeval show {each.folder}' lists some."
+            )
+        [(_, row)] = each.rows.at([place])
+        judged: dict[str, Any] = {}
+        if each.evaluated(np.array([place]))[0]:
+            [known] = each.samples([place])
+            judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
+        found.append({**row, **{column: value for column, value in judged.items() if value is not None}})
+    # A row alone is shown whole.
+    cut = _cut if others else (lambda text: text)
+    lines = [
+        [column, *(None if row.get(column) is None else cut(_cell_text(row.get(column))) for row in found)]
+        for column in dict.fromkeys(column for row in found for column in row)
+    ]
+    _print(["", *(str(each.folder) for each in (rows, *others))], lines)
 
 
 def _folder_of_ids(rows: JudgedRows) -> str | None:

@@ -376,6 +376,12 @@ class JudgedRows:
         ]
 
 
+def highest(values: npt.NDArray[np.float64], count: int) -> Chosen:
+    """The places of the highest values above 0; of equal ones the first."""
+    above = np.flatnonzero(values > 0)
+    return Chosen(above[np.argsort(-values[above], kind="stable")][:count].tolist(), len(above))
+
+
 def flips_of(comparison: Comparison) -> Flips | None:
     """The samples that changed, by the first metric that is right or wrong of each sample."""
     return next((metric.flips for metric in comparison.metrics.values() if metric.flips is not None), None)

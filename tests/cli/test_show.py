@@ -51,6 +51,22 @@ def test_a_class_is_chosen_by_its_name_or_its_number(runs: tuple[Path, Path]) ->
             typed(runs[0], "--class", name)
 
 
+def test_a_sample_is_shown_with_all_that_runs_know(runs: tuple[Path, Path]) -> None:
+    a, b = map(table_of, runs)
+    name, row, other = b.id[7], b.loc[7], a.loc[7]
+    lines = {line.split("  ")[0].strip(): line.split() for line in typed(runs[1], name)}
+    assert lines["id"][-1] == name and lines["tokens"][-1] == str(row.tokens)
+    lines = {line.split("  ")[0].strip(): line.split() for line in typed(runs[1], name, "--against", runs[0])}
+    assert lines["loss"][1:] == [f"{row.loss:.4f}", f"{other.loss:.4f}"]
+    assert lines["right"][1:] == [str(each.target == each.prediction) for each in (row, other)]
+    with pytest.raises(UsageError, match=f"has no sample '{name}x'.*{name}"):
+        typed(runs[1], f"{name}x")
+    with pytest.raises(UsageError, match="leave out the options of lists"):
+        typed(runs[1], name, "--worst", 3)
+    with pytest.raises(UsageError, match="name it, as in dualeval show RUN ID"):
+        typed(runs[1], "--against", runs[0])
+
+
 def test_a_number_beyond_the_classes_is_refused(tmp_path: Path) -> None:
     evaluate(SeededTask(1), tmp_path / "a")
     table = table_of(tmp_path / "a")

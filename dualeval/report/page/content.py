@@ -11,11 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from dualeval.comparison.compared import Comparison, compare
-from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of
+from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of, highest
 from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
@@ -367,15 +364,9 @@ def _chosen(
     for number, (comparison, other) in enumerate(zip(comparisons, others, strict=True)):
         # Where no sample is right or wrong, none flips.
         if flips_of(comparison) is None and (worse := rows.changed(other)) is not None:
-            add(f"worse:{number}", "worse here than there", _highest(worse))
-            add(f"better:{number}", "better here than there", _highest(-worse))
+            add(f"worse:{number}", "worse here than there", highest(worse, _LOSSES))
+            add(f"better:{number}", "better here than there", highest(-worse, _LOSSES))
     return reasons, f"The page shows {', '.join(cut)}." if cut else None
-
-
-def _highest(values: npt.NDArray[np.float64]) -> Chosen:
-    """The places of the highest values above 0; of equal ones the first."""
-    above = np.flatnonzero(values > 0)
-    return Chosen(above[np.argsort(-values[above], kind="stable")][:_LOSSES].tolist(), len(above))
 
 
 def _same_samples(other: JudgedRows, samples: Sequence[Sample]) -> list[Sample | None]:

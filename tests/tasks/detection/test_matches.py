@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import dualeval
+from dualeval.cli.finished import show
 from dualeval.report.page.content import build
 from dualeval.result import read_result
 from dualeval.tasks.detection.matches import Matches, match
@@ -64,6 +66,12 @@ def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> No
         [other] = card.others
         assert (card.loss, other.loss) == (f1[1].get(card.id), f1[0].get(card.id))
         assert card.facets["site"] and len(card.shown) == 1 and len(other.shown) <= 1
+    # The command line lists them, too.
+    typed = [str(tmp_path / "b"), "--flips-against", str(tmp_path / "a"), "--worst", "3"]
+    lines = CliRunner().invoke(show, typed, catch_exceptions=False).output.splitlines()
+    worse = lines.index(f"worse than there: 3 of {len(of['worse:0'])}")
+    order = sorted(change, key=lambda name: (change[name], name))
+    assert [line.split()[0] for line in lines[worse + 2 : worse + 5]] == order[:3]
     # Equal pictures are shown once.
     assert {len(card.others[0].shown) for card in page.samples} == {0, 1}
     evaluation = coco_evaluation(home / "instances.json", rows(tmp_path / "b"))
