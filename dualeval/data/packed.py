@@ -16,8 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
-from dualeval.data.image_files import FileNames, ImageFiles, check_unchanged, digest_of, digest_or_unreadable
+from dualeval.data.image_files import (
+    PATH_COLUMNS,
+    FileNames,
+    ImageFiles,
+    check_unchanged,
+    digest_of,
+    digest_or_unreadable,
+)
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import LABEL_COLUMNS
+from dualeval.data.table import column_of
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 
@@ -155,6 +164,8 @@ class Labelled:
     codes: npt.NDArray[np.int32]
     labels: TableLabels
     notes: Sequence[str] = ()
+    # Further bytes of the same samples, as of masks.
+    others: Sequence[Pieces] = ()
     # Other columns of the samples.
     kept: KeptColumns = NO_COLUMNS
 
@@ -181,6 +192,22 @@ class Labelled:
         if (targets == LEFT_OUT).all():
             raise UsageError(f"--data {of}: the class map leaves out all labels that samples have.")
         return images.select(np.flatnonzero(targets != LEFT_OUT))
+
+
+def columns_of(
+    of: Path,
+    pictures: Sequence[str],
+    others: Sequence[str],
+    path_column: str | None,
+    label_column: str | None,
+) -> tuple[str, str]:
+    """The columns of pictures and labels, of those that may be."""
+    if len(pictures) == 1 and path_column is None:
+        path_column = pictures[0]
+    return (
+        column_of(of, pictures, path_column, PATH_COLUMNS, "--path-column", "the pictures"),
+        column_of(of, others, label_column, LABEL_COLUMNS, "--label-column", "their labels"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ import pyarrow.parquet
 
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
-from dualeval.data.image_files import PATH_COLUMNS, FileNames, check_unchanged, digest_of
-from dualeval.data.packed import Labelled, PackedImages, Pieces, State, states_of
-from dualeval.data.set_names import LABEL_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
+from dualeval.data.image_files import FileNames, check_unchanged, digest_of
+from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
+from dualeval.data.set_names import is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
-from dualeval.data.table import class_names_in, column_of
+from dualeval.data.table import class_names_in
 from dualeval.data.table_labels import Labeler, TableLabels
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
@@ -77,11 +77,8 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
                 f"{paths[0]} has the columns {first_of(columns, 12)}: expected pictures, a struct of bytes "
                 "and path as Hugging Face's library writes it. A manifest is one file: --data FILE.parquet"
             )
-        if len(pictures) == 1 and path_column is None:
-            path_column = pictures[0]
-        picture = column_of(at, pictures, path_column, PATH_COLUMNS, "--path-column", "the pictures")
         others = [name for name in columns if name not in pictures]
-        label = column_of(at, others, label_column, LABEL_COLUMNS, "--label-column", "their labels")
+        picture, label = columns_of(at, pictures, others, path_column, label_column)
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(each.type)}
         return _rows(
             at, kind, paths, picture, label, schema, FurtherColumns(others, (label,), keep, unfit=unfit)
