@@ -14,9 +14,11 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.image_files import FileNames, ImageFiles, check_unchanged, digest_of, digest_or_unreadable
+from dualeval.data.labels import Labels
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels
+from dualeval.data.table_labels import LEFT_OUT, Labeler, refuse_other_names
 from dualeval.errors import UsageError
 
 # Of each process: a thread reads one after the other.
@@ -45,7 +47,7 @@ class Pieces(Protocol):
         """Those of some samples, in this order."""
 
 
-class PackedImages(ImageFiles):
+class PackedImages(WithColumns, ImageFiles):
     """Pictures in pieces of files; the names are their ids."""
 
     def __init__(
@@ -56,16 +58,18 @@ class PackedImages(ImageFiles):
         targets: npt.NDArray[np.int64],
         *,
         notes: Sequence[str] = (),
+        kept: KeptColumns = NO_COLUMNS,
         **options: Any,
     ) -> None:
         super().__init__(root, names, targets, **options)
         self._pieces = pieces
         self._notes = notes
+        self.kept = kept
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
         """As for ``ImageFiles``."""
-        images = super().select(indices)
-        images._pieces = self._pieces.select(np.asarray(indices, np.int64))
+        images, chosen = super().select(indices), np.asarray(indices, np.int64)
+        images._pieces, images.kept = self._pieces.select(chosen), self.kept.select(chosen)
         return images
 
     def notes(self) -> list[str]:
@@ -98,6 +102,13 @@ class PackedImages(ImageFiles):
         return digest_or_unreadable(partial(self._pieces.digest, index, whole=self._whole_files))
 
 
+class DecidedLabels(Protocol):
+    """Labels, of which a run decides what class each is."""
+
+    def decide(self, label: Labeler) -> tuple[Labels, list[int]]:
+        """As of ``TableLabels``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
     """Samples with a label each, in little room."""
@@ -106,8 +117,11 @@ class Labelled:
     names: FileNames
     # The place of each sample's label among `labels`.
     codes: npt.NDArray[np.int32]
-    labels: TableLabels
+    labels: DecidedLabels
     notes: Sequence[str] = ()
+    # Other columns of the samples.
+    kept: KeptColumns = NO_COLUMNS
+    kind: type[PackedImages] = PackedImages
 
     def images(self, of: Path, label: Labeler, **options: Any) -> PackedImages:
         """The pictures of which a label is a class, without those that the class map leaves out."""
@@ -115,7 +129,8 @@ class Labelled:
             raise UsageError(f"--data {of} holds no sample: found no picture with a label.")
         labels, classes = self.labels.decide(label)
         targets = np.array(classes, np.int64)[self.codes]
-        images = PackedImages(
+        refuse_other_names(of, labels, label.known, targets, self.kept)
+        images = self.kind(
             self.pieces,
             of,
             self.names,
@@ -123,6 +138,7 @@ class Labelled:
             labels=labels,
             preprocessing=Preprocessing(),
             notes=self.notes,
+            kept=self.kept,
             **options,
         )
         if (targets != LEFT_OUT).all():
