@@ -358,9 +358,9 @@ class ImageFiles:
         return digest_of_file(self.path(index), whole=self._whole_files)
 
 
-def check_unchanged(name: str, seen: tuple[int, int], descriptor: int) -> None:
+def check_unchanged(name: str, seen: tuple[int, int], file: str | int) -> None:
     """Refuse a file of another size or time than it had when the run started."""
-    (size, time), (now, now_time) = seen, _size_and_time(descriptor)
+    (size, time), (now, now_time) = seen, _size_and_time(file)
     if (size, time) == (now, now_time):
         return
     then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"

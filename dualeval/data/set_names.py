@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dualeval.data.image_paths import is_image
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 
@@ -99,6 +101,8 @@ class Kind:
     # Options that are for it alone, and what it is.
     options: tuple[str, ...] = ()
     what: str = ""
+    # Whether samples have further columns, as --keep has them.
+    has_columns: bool = False
     # Whether they are held in memory, as they are stored; their labels are indices of classes.
     in_memory: bool = False
     # The module of ``image_sets`` whose ``open_masks`` opens pictures with masks there.
@@ -110,18 +114,25 @@ def has_idx(folder: Path) -> bool:
     return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
 
 
-_OF_MANIFEST = ("image_root", "path_column", "label_column", "quoting")
-_MANIFEST = f"a manifest, a file that ends with {', '.join(TABLES)}"
+_OF_COLUMNS: dict[str, Any] = {"options": ("path_column", "label_column"), "what": "pictures in columns"}
+_OF_MANIFEST: dict[str, Any] = {
+    "options": ("image_root", "path_column", "label_column", "quoting"),
+    "what": f"a manifest, a file that ends with {', '.join(TABLES)}",
+}
 # How tar files that are compressed end.
 _PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
 
 
 def is_tar(path: Path) -> bool:
     """Whether a path is that of a tar file, of a pattern of them, or of a folder that holds them alone."""
-    if path.is_dir():
-        entries = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
-        return any(map(is_tar_name, map(os.fspath, entries))) and not any(map(os.DirEntry.is_dir, entries))
-    return is_tar_name(path.name)
+    return _holds(path, is_tar_name) if path.is_dir() else is_tar_name(path.name)
+
+
+def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
+    """Whether a folder holds shards, and neither pictures nor a folder to be seen, which would be a class."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    others = (entry.is_dir() or is_image(entry.name) for entry in entries)
+    return any(is_shard(entry.name) for entry in entries) and not any(others)
 
 
 def is_tar_name(name: str) -> bool:
@@ -130,10 +141,49 @@ def is_tar_name(name: str) -> bool:
     return "tar" in suffixes or suffixes[-1] in _PACKED_TARS
 
 
+def is_saved_folder(path: Path) -> bool:
+    """Whether a folder is one of save_to_disk of Hugging Face's library, or of its parts."""
+    names = ("dataset_dict.json",), ("dataset_info.json", "state.json")
+    return any(all((path / name).is_file() for name in each) for each in names)
+
+
+def has_picture_column(path: Path) -> bool:
+    """Whether pictures lie in a column: of Parquet files, or of a folder of save_to_disk."""
+    if path.is_dir():
+        return is_saved_folder(path) or _holds(path, is_parquet_name)
+    if not path.exists() or not is_parquet_name(path.name):
+        return is_parquet_name(path.name) and "{" in path.name
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except (OSError, pyarrow.ArrowException):
+        return False  # as a manifest it is refused with the reason
+    return any(is_picture_type(each.type) for each in schema)
+
+
+def is_mds(folder: Path) -> bool:
+    """Whether a folder has the index of MosaicML's shards."""
+    index = folder / "index.json"
+    return index.is_file() and b'"mds"' in index.read_bytes()
+
+
+def is_parquet_name(name: str) -> bool:
+    """Whether a name is that of a Parquet file."""
+    return name.lower().endswith(".parquet")
+
+
+def is_picture_type(kind: Any) -> bool:
+    """Whether an Arrow type is that of pictures: a struct of bytes and path."""
+    return str(kind).startswith("struct<") and kind.get_field_index("bytes") >= 0
+
+
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
-    "manifest": Kind(module="manifest", is_at=is_table, options=_OF_MANIFEST, what=_MANIFEST),
+    "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, has_columns=True, **_OF_COLUMNS),
+    "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
+    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),
     "pack": Kind(module="pack", is_at=lambda path: path.suffix == ".pack", masks="packed_masks"),

@@ -112,6 +112,17 @@ def _spelt(columns: Sequence[str], name: str) -> list[str]:
     return [name] if name in columns else [each for each in dict.fromkeys(columns) if each.casefold() == name]
 
 
+def class_names_in(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+    """The names of classes by column, as Hugging Face's library writes them beside the rows."""
+    content = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = content.get("info", {}).get("features", {})
+    return {
+        column: tuple(feature["names"])
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
 def guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
     """The same, with what is wrong with the file as a message."""
     try:

@@ -123,8 +123,12 @@ class TableLabels:
             )
         by_name = [*map(int, sorted({*texts}))]
         differ = by_name != [*range(len(by_name))]
+        labels = indices_of_classes((), known)
+        if known is None and not of_model:
+            # Names alone: a model may tell more classes apart.
+            labels = replace(labels, names=dict(enumerate(self._class_names)))
         labels = replace(
-            indices_of_classes((), known),
+            labels,
             indices=f"index {low}" if low == high else f"indices {low} to {high}",
             otherwise=_OTHERWISE + " or number" * (low > 0 and high - low < len(by_name)) if differ else "",
             largest_at=f"{self._at(largest)} is {high}",

@@ -53,8 +53,8 @@ class DataSource:
     def _refuse_meaningless(self) -> None:
         options = self._options
         for kind in KINDS.values():
-            flags = [flag_of(name) for name in kind.options if getattr(options, name) is not None]
-            if flags and kind is not self._kind:
+            others = [name for name in kind.options if name not in self._kind.options]
+            if flags := [flag_of(name) for name in others if getattr(options, name) is not None]:
                 raise UsageError(
                     f"{' and '.join(flags)} does not apply to {self.name}: it is for {kind.what}. Leave it "
                     "out."
@@ -95,7 +95,7 @@ class DataSource:
             read = _embedded if self.is_embedded else partial(self._open, split=options.split)
             images: SmallImages = read() if cache is None else cache.once(key, read)
             return images if images.labels.names else images.with_labels(indices_of_classes((), label.known))
-        named = (*self._kind.options, *(("keep",) if self._is_manifest else ()))
+        named = (*self._kind.options, *(("keep",) if self._kind.has_columns else ()))
         of_kind = {name: getattr(options, name) for name in named}
         files: ImageFiles = self._open(label=label, whole_files=whole_files, cache=cache, **of_kind)
         return files

@@ -8,7 +8,7 @@ import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def segmentation(data: Path, **changes: Any) -> Segmentation:
 
 
 def packed(of: ImageClassification | Segmentation, out: Path) -> str:
-    dataset, labels = of.to_pack(DataCache())
+    dataset, labels = cast(Any, of.to_pack(DataCache()))
     files = [dataset.pictures, dataset.masks] if isinstance(of, Segmentation) else [dataset]
     return _packed(out, _made_of(of, dataset, files[0], labels), _Packing(dataset, of, files), workers=0)
 
@@ -244,7 +244,8 @@ def _pack_and_die(folder: Path, after: int) -> None:
         if self.count >= after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    PackWriter.add = add_or_die  # type: ignore[method-assign]  # in this process alone
+    vars_of: Any = PackWriter  # in this process alone
+    vars_of.add = add_or_die
     packed(task(folder / "val"), folder / "again.pack")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import datasets
+import pyarrow.parquet
 from PIL import Image
 
 from dualeval.data.small_images import read_idx
@@ -66,4 +69,81 @@ def as_tars(pictures: Pictures, home: Path) -> Path:
     return home / "shards/val-{0..2}.tar"
 
 
-FORMS: Mapping[str, Callable[[Pictures, Path], Path]] = {"tar": as_tars}
+def as_dataset(pictures: Pictures) -> datasets.Dataset:
+    """A data set of Hugging Face."""
+    features = {
+        "image": datasets.Image(),
+        "label": datasets.ClassLabel(names=[f"kind {number}" for number in range(10)]),
+        "shop": datasets.Value("string"),
+    }
+    rows = [
+        {"image": {"bytes": content, "path": name}, "label": int(name[:1]), "shop": name[-5:-4]}
+        for name, content in pictures
+    ]
+    return datasets.Dataset.from_list(rows, features=datasets.Features(features))
+
+
+def as_parquet(pictures: Pictures, home: Path) -> Path:
+    """Two files of Parquet, whose row groups are neither batches nor chunks."""
+    folder = home / "parquet"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate((pictures[:17], pictures[17:])):
+        table = as_dataset(part).data.table
+        pyarrow.parquet.write_table(table, folder / f"test-{number:05}-of-00002.parquet", row_group_size=7)
+    return folder
+
+
+def as_saved(pictures: Pictures, home: Path) -> Path:
+    """A folder of save_to_disk, of two files, but with the whole paths: it leaves the folders out."""
+    folder = home / "saved"
+    as_dataset(pictures).save_to_disk(folder, num_shards=2)
+    table, first = as_dataset(pictures).data.table, 0
+    for file in sorted(folder.glob("*.arrow")):
+        count = pyarrow.ipc.open_stream(file.read_bytes()).read_all().num_rows
+        with pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table.slice(first, count), max_chunksize=7)
+        first += count
+    return folder
+
+
+def as_mds(pictures: Pictures, home: Path, *, packed: bool = False) -> Path:
+    """Two shards of MosaicML's streaming, as its writer has them."""
+    folder = home / ("mds-zstd" if packed else "mds")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for number, part in enumerate((pictures[:17], pictures[17:])):
+        samples = [
+            len(content).to_bytes(4, "little") + content + int(name[:1]).to_bytes(8, "little")
+            for name, content in part
+        ]
+        config = b'{"version": 2}'
+        ends = [8 + 4 * len(samples) + len(config)]
+        for sample in samples:
+            ends.append(ends[-1] + len(sample))
+        numbers = b"".join(each.to_bytes(4, "little") for each in (len(samples), *ends))
+        content, name = numbers + config + b"".join(samples), f"shard.{number:05}.mds"
+        if packed:
+            (folder / f"{name}.zstd").write_bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
+        else:
+            (folder / name).write_bytes(content)
+        shards.append(
+            {
+                "column_encodings": ["png", "int"],
+                "column_names": ["image", "label"],
+                "column_sizes": [None, 8],
+                "format": "mds",
+                "samples": len(samples),
+                "raw_data": {"basename": name, "bytes": len(content)},
+                "zip_data": {"basename": f"{name}.zstd"} if packed else None,
+            }
+        )
+    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+    return folder
+
+
+FORMS: Mapping[str, Callable[[Pictures, Path], Path]] = {
+    "tar": as_tars,
+    "parquet": as_parquet,
+    "saved": as_saved,
+    "mds": as_mds,
+}

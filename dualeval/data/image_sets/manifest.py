@@ -119,7 +119,10 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, optio
             column_of(path, columns, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
-    of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
+    of_texts = (
+        ", the paths of picture files. Pictures in a Parquet file are read from a struct of bytes and path, "
+        "as Hugging Face's library writes them."
+    )
     return open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.image_files import FileNames
 from dualeval.data.labels import Labels
 from dualeval.data.pack_file import FAILED, Bytes, PackFile, pixels_of, refuse_other
-from dualeval.data.packed import Labelled, PackedImages
+from dualeval.data.packed import Labelled, PackedImages, Pieces, states_of
 from dualeval.data.pictures import picture_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels
@@ -36,7 +36,7 @@ def open_images(at: Path, *, label: Labeler, whole_files: bool, cache: DataCache
     for code, name in enumerate(labels["names"]):
         table.place(code, name)
     return Labelled(
-        pieces=PackPieces(pack=pack, places=np.arange(len(pack.rows))),
+        pieces=PackPieces.of(pack),
         names=names,
         codes=codes,
         labels=_Folders(labels["names"]) if labels["noun"] == "folder" else table,
@@ -95,13 +95,19 @@ def shown(pixels: Tensor, preprocessing: Normalisation) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackPieces:
+class PackPieces(Pieces):
     """Samples of a pack, and what is known of the file that each was made of."""
 
     pack: PackFile
-    places: npt.NDArray[np.int64]
     # 0; 1 for that of a mask.
     file: int = 0
+
+    @classmethod
+    def of(cls, pack: PackFile, file: int = 0) -> PackPieces:
+        """All of a pack."""
+        places = np.arange(len(pack.rows))
+        files, ends = [str(pack.path)], np.array([len(places)])
+        return cls(files=files, states=states_of([pack.path]), ends=ends, places=places, pack=pack, file=file)
 
     def row(self, index: int) -> Any:
         """What is known of a sample: a row of ``row_type``."""
@@ -114,9 +120,9 @@ class PackPieces:
             raise DualevalError(self.pack.error(place))  # the text begins with its type
         return self.pack.read(places)
 
-    def read(self, index: int) -> bytes:
-        """The bytes of a sample, or its error."""
-        return self.pack.read(self.places[[index]])[0].tobytes()
+    def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
+        stored = self.pack.read(self.places[[index]])[0].tobytes()
+        return len(stored), lambda count, offset: stored[offset : offset + count]
 
     def sizes(self, count: int) -> list[int]:
         sizes: list[int] = self.pack.rows["sizes"][self.places[:count], self.file].tolist()
@@ -124,15 +130,6 @@ class PackPieces:
 
     def digest(self, index: int, *, whole: bool) -> bytes:
         return bytes(self.pack.rows["digests"][self.places[index], self.file])
-
-    def where(self, index: int) -> str:
-        return str(self.pack.path)
-
-    def seen(self, samples: range) -> bytes:
-        return self.pack.checksum.encode() + self.places[samples.start : samples.stop].tobytes()
-
-    def select(self, indices: npt.NDArray[np.int64]) -> PackPieces:
-        return replace(self, places=self.places[indices])
 
 
 class Stacked(list[tuple[Tensor, int]]):

@@ -26,14 +26,13 @@ def open_masks(
 ) -> PackedMasks:
     """Open those of a pack, which are prepared like this; the rule is checked when the classes are known."""
     pack = opened(at, "segmentation", whole_files=whole_files)
-    places = np.arange(len(pack.rows))
     kinds = zip((PackedPixels, PackedImages), (whole_files, True), strict=True)
     pictures, masks = (
         kind(
-            PackPieces(pack=pack, places=places, file=file),
+            PackPieces.of(pack, file),
             at,
             names_of(pack, file),
-            np.zeros(len(places), np.int64),
+            np.zeros(len(pack.rows), np.int64),
             labels=indices_of_classes(),
             preprocessing=preprocessing,
             whole_files=whole,

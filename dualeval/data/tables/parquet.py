@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import FurtherColumns
-from dualeval.data.table import Choose, Row, Table, TableOptions, check_once
+from dualeval.data.table import Choose, Row, Table, TableOptions, check_once, class_names_in
 from dualeval.errors import UsageError
 
 _ROWS_AT_ONCE = 1 << 14
@@ -44,20 +43,9 @@ def open_table(
         unit="row",
         columns=columns,
         rows=further.split_off(rows, len(columns)),
-        class_names=_class_names(schema.metadata or {}),
+        class_names=class_names_in(schema.metadata or {}),
         further=further,
     )
-
-
-def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
-    """The names of classes by column, as Hugging Face's library writes them beside the rows."""
-    content = json.loads(metadata.get(b"huggingface", b"{}"))
-    features = content.get("info", {}).get("features", {})
-    return {
-        column: tuple(feature["names"])
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
 
 
 def _parquet_rows(

@@ -1,0 +1,187 @@
+"""Pictures in columns, as Hugging Face's library writes them: read like the folder; and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dualeval.data.image_sets import hugging_face
+from dualeval.data.image_sets.class_folders import ImageFolder
+from dualeval.data.packed import PackedImages
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import kind_at
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.labels import FolderLabels
+from tests.vehicles.packed_pictures import (
+    FORMS,
+    Pictures,
+    as_dataset,
+    as_folder,
+    as_parquet,
+    as_saved,
+    fashion,
+)
+
+SMALL = Preprocessing(resize=20, crop=16)
+COUNT = 40
+COLUMNS = {"parquet": as_parquet, "saved": as_saved}
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Pictures:
+    return fashion(COUNT)
+
+
+def opened(at: Path, **options: Any) -> PackedImages:
+    label = FolderLabels(class_map=options.pop("map", None), order=None, num_classes=None, of_weights=None)
+    usual: dict[str, Any] = {"path_column": None, "label_column": None, "keep": (), "whole_files": False}
+    images = hugging_face.open_images(at, label=label, cache=None, **{**usual, **options})
+    images.preprocessing = SMALL
+    return images
+
+
+def refused(at: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        opened(at, **options)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_columns_are_read_as_the_folder(tmp_path: Path, pictures: Pictures, form: str) -> None:
+    at, folder = COLUMNS[form](pictures, tmp_path), ImageFolder(as_folder(pictures, tmp_path), SMALL)
+    assert kind_at(at).module == "hugging_face"
+    data = opened(at)
+    assert [data.id(index) for index in range(COUNT)] == [folder.id(index) for index in range(COUNT)]
+    assert data.targets.tolist() == folder.targets.tolist()
+    assert data.labels.names == {number: f"kind {number}" for number in range(10)}
+    backwards = [*range(COUNT)][::-1]
+    for (one, target), (other, same) in zip(
+        data.__getitems__(backwards), folder.__getitems__(backwards), strict=True
+    ):
+        assert one.equal(other)
+        assert target == same
+    whole, of_files = opened(at, whole_files=True), ImageFolder(tmp_path / "val", SMALL, whole_files=True)
+    assert whole.content_fingerprint(range(COUNT)) == of_files.content_fingerprint(range(COUNT))
+    if form == "saved":
+        assert data.fingerprint(COUNT) == folder.fingerprint(COUNT)
+        assert data.content_fingerprint(range(COUNT)) == folder.content_fingerprint(range(COUNT))
+    assert data.columns([0, 39])["shop"] == [name[-5:-4] for name, _ in (pictures[0], pictures[39])]
+    some = data.select([30, 2])
+    assert [some.id(0), some.id(1)] == [folder.id(30), folder.id(2)]
+    assert some.columns([1]) == data.columns([2])
+    assert some.__getitems__([0])[0][0].equal(data.__getitems__([30])[0][0])
+    assert data.path(39) == f"{data._pieces.where(39)}, {folder.id(39)}"
+
+
+def test_a_row_group_is_read_once_for_its_samples(
+    tmp_path: Path, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = opened(as_parquet(pictures, tmp_path))
+    hugging_face._row_group.cache_clear()
+    for index in range(COUNT):
+        data.__getitems__([index])
+    assert hugging_face._row_group.cache_info().misses == -(-17 // 7) + -(-(COUNT - 17) // 7)
+    assert hugging_face._row_group.cache_info().currsize == 2
+
+
+def test_other_pictures_have_another_fingerprint(tmp_path: Path, pictures: Pictures) -> None:
+    """Of Parquet the ends of each row group are looked at, as the ends of files are."""
+    first = opened(as_parquet(pictures, tmp_path)).content_fingerprint(range(COUNT))
+    others = [(name, content[:-12] + b"\0" * 12) for name, content in pictures]
+    second = opened(as_parquet([*pictures[:20], *others[20:]], tmp_path / "b"))
+    assert second.content_fingerprint(range(COUNT)) != first
+    assert second.content_fingerprint(range(14)) == opened(tmp_path / "parquet").content_fingerprint(
+        range(14)
+    )
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_a_file_that_changes_is_an_error_of_its_samples(
+    tmp_path: Path, pictures: Pictures, form: str
+) -> None:
+    at = COLUMNS[form](pictures, tmp_path)
+    data = opened(at)
+    for file in at.iterdir():
+        os.utime(file, (1, 1))
+    with pytest.raises(OSError, match=r"has changed since the run started: .* 1970-01-01"):
+        data.__getitems__([0])
+
+
+def test_without_paths_that_tell_them_apart_ids_are_numbers(tmp_path: Path, pictures: Pictures) -> None:
+    rows = [(None, content) for _, content in pictures[:3]]
+    table = pyarrow.table(
+        {
+            "image": [
+                {"bytes": content, "path": name} for name, content in [*rows, ("a", b"x"), ("a", b"y")]
+            ],
+            "label": [1, 0, 1, 0, 0],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    data = opened(tmp_path / "x.parquet")
+    assert [data.id(index) for index in range(5)] == ["0", "1", "2", "3", "4"]
+    assert data.targets.tolist() == [1, 0, 1, 0, 0]
+    bare = pyarrow.table({"image": [{"bytes": content} for _, content in rows], "label": ["b", "a", "b"]})
+    pyarrow.parquet.write_table(bare, tmp_path / "bare.parquet")
+    named = opened(tmp_path / "bare.parquet")
+    assert ([named.id(0), named.id(2)], named.targets.tolist()) == (["0", "2"], [1, 0, 1])
+
+
+def test_a_row_without_bytes_is_a_sample_that_cannot_be_read(tmp_path: Path, pictures: Pictures) -> None:
+    rows = [{"bytes": pictures[0][1], "path": "a"}, {"bytes": None, "path": "b"}, None]
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    table = pyarrow.table({"image": pyarrow.array(rows, kind), "label": [0, 1, 0]})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    data = opened(tmp_path / "x.parquet")
+    data.__getitems__([0])
+    for index in (1, 2):
+        with pytest.raises(OSError, match=rf"x\.parquet, row {index + 1} has no bytes"):
+            data.__getitems__([index])
+
+
+def test_what_is_not_understood_is_refused(tmp_path: Path, pictures: Pictures) -> None:
+    parts = datasets.DatasetDict({"train": as_dataset(pictures[:2]), "test": as_dataset(pictures[2:4])})
+    parts.save_to_disk(tmp_path / "both")
+    assert refused(tmp_path / "both").endswith(
+        f"holds the parts train, test of a data set. Give one: --data {tmp_path}/both/test"
+    )
+    folder = as_parquet(pictures, tmp_path)
+    assert refused(folder, label_column="kind").startswith("--label-column kind: ")
+    assert refused(folder, path_column="shop").startswith("--path-column shop: ")
+    (folder / "train-00000-of-00001.parquet").write_bytes(
+        (folder / "test-00000-of-00002.parquet").read_bytes()
+    )
+    assert refused(folder).endswith(
+        "2 of test and 1 of train. Give those of one: --data "
+        f"'{folder}/train-{{00000..00000}}-of-00001.parquet'"
+    )
+    (folder / "train-00000-of-00001.parquet").unlink()
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), folder / "test-2.parquet")
+    assert f"{folder}/test-2.parquet has the columns x, expected those of" in refused(folder)
+    said = refused(folder / "test-{2..2}.parquet")
+    assert said.startswith(f"{folder}/test-2.parquet has the columns x: expected pictures")
+    (folder / "test-2.parquet").write_bytes(b"PAR1")
+    assert "a file of it cannot be read: " in refused(folder)
+
+
+def test_options_of_columns_alone_are_taken(tmp_path: Path, pictures: Pictures) -> None:
+    at = as_parquet(pictures, tmp_path)
+    usual: Any = {"model": "resnet18", "weights": "random:0", "preprocessing": "imagenet"}
+    task = ImageClassification(**usual, data=at, label_column="label", path_column="image")
+    assert len(task.dataset()) == COUNT
+    others: Any = {"image_root": "a manifest", "label_key": "tar shards"}
+    for option, what in others.items():
+        flag = f"--{option.replace('_', '-')}"
+        with pytest.raises(UsageError, match=f"{flag} does not apply to .*: it is for {what}"):
+            ImageClassification(**{**usual, "data": at, option: "x"})
+    assert np.array_equal(task.dataset().targets, opened(at).targets)
+    assert set(FORMS) > set(COLUMNS)
