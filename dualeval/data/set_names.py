@@ -178,6 +178,11 @@ def is_picture_type(kind: Any) -> bool:
     return str(kind).startswith("struct<") and kind.get_field_index("bytes") >= 0
 
 
+def is_pack(path: Path) -> bool:
+    """Whether a path is that of a pack, by its suffix."""
+    return path.suffix == ".pack" and not path.is_dir()
+
+
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
@@ -186,7 +191,7 @@ KINDS: dict[str, Kind] = {
     "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),
-    "pack": Kind(module="pack", is_at=lambda path: path.suffix == ".pack", masks="packed_masks"),
+    "pack": Kind(module="pack", is_at=is_pack, masks="packed_masks"),
     "class_folders": Kind(module="class_folders", is_at=Path.is_dir),
 }
 

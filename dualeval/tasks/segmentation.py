@@ -72,7 +72,6 @@ class Segmentation(PictureTask):
         *COUNTS,
         *("right_pixels", "labelled_pixels", "is_labelled", "picture_iou", "nan_logits", "inf_logits"),
     )
-    wants_workers = True
 
     @with_keywords(SegmentationKeywords, SegmentationOptions)
     def __init__(
@@ -133,6 +132,11 @@ class Segmentation(PictureTask):
         self._metric_names = settings.metric
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
+
+    @property
+    def wants_workers(self) -> bool:
+        """True where pictures are decoded."""
+        return not self._dataset.in_memory
 
     def dataset(self) -> MaskedPictures:
         return self._dataset

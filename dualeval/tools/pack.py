@@ -112,7 +112,10 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
         return f"{out} is complete: {counted(len(made.rows), 'sample')}"
     seen = [each._seen(range(len(reader))).hex() for each in reader.files]
     try:
-        with closing(PackWriter(out, len(reader.files), {**made_of, "seen": seen})) as writer:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with doing("checking what is packed"):
+            writer = PackWriter(out, len(reader.files), {**made_of, "seen": seen})
+        with closing(writer):
             before = writer.count
             _write(writer, reader, made_of, workers)
     except OSError as error:
@@ -144,6 +147,8 @@ def _write(writer: PackWriter, reader: _Packing, made_of: Mapping[str, Any], wor
                 packing.count = writer.count
         finally:
             feed.close()
+    for note in dict.fromkeys(feed.notes):
+        click.echo(f"dualeval: note: {note}", err=True)
     arrays, values = reader.index()
     writer.finish(arrays, {"made_of": made_of, **values})
 

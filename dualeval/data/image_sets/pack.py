@@ -141,6 +141,8 @@ class Stacked(list[tuple[Tensor, int]]):
 class PackedPixels(PackedImages):
     """Pictures of a pack. Their fingerprints are those of the files from which it was made."""
 
+    # A batch is read in one piece, faster than another process would hand it over.
+    in_memory = True
     _pieces: PackPieces
 
     @property

@@ -55,6 +55,8 @@ def open_masks(
 class PackedMasks(MaskedPictures):
     """Pictures of a pack with the classes of their pixels."""
 
+    in_memory = True
+
     @property
     def _pieces(self) -> PackPieces:
         pieces = self.pictures._pieces  # type: ignore[attr-defined]
