@@ -76,8 +76,8 @@ def main() -> None:
         rows.append([name, f"{statistics.median(each):,.0f}", f"{median_ratio(each, of_files):.1f}"])
     bytes_a_picture = [size / arguments.files for size in sizes]
     body = (
-        f"{arguments.files} JPEG files in the sizes of ImageNet, resize 256, crop 224, in batches of "
-        f"{_BATCH} on the host, without a model; median of {arguments.rounds} rounds in turns, after one that is not "
+        f"{arguments.files} JPEG files in the sizes of ImageNet, resize 256, crop 224, in batches of {_BATCH}"
+        f" on the host, without a model; median of {arguments.rounds} rounds in turns, after one that is not "
         f"counted. A round is {_PASSES['files']} pass over the files, or {_PASSES['pack']} over the pack, "
         "with the start of reading processes. All is in the page cache. One thread a process.\n\n"
         f"{table(['read from', 'pictures/s', 'over files'], rows)}\n"

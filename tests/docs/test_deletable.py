@@ -114,10 +114,10 @@ PARTS = {
     "data tar shards": images("tar_shards"),
     "packs": Part(
         files=[
-            *("tools/pack.py", "data/pack_file.py"),
+            *("tools/pack", "data/pack_file.py"),
             *("data/image_sets/pack.py", "data/image_sets/packed_masks.py"),
         ],
-        lines={_COMMANDS: r"    .*tools\.pack:.*\n", _NAMES: r'    "pack": .*\n'},
+        lines={_COMMANDS: r"    .*tools\.pack\..*\n", _NAMES: r'    "pack": .*\n'},
     ),
     "data hugging face": images("hugging_face"),
     "data mds": images("mds"),

@@ -8,7 +8,7 @@ import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.segmentation import Segmentation
-from dualeval.tools.pack import _made_of, _packed, _Packing
+from dualeval.tools.pack.packing import pack_task
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.vehicles import masked_pictures
@@ -45,9 +45,7 @@ def segmentation(data: Path, **changes: Any) -> Segmentation:
 
 
 def packed(of: ImageClassification | Segmentation, out: Path) -> str:
-    dataset, labels = cast(Any, of.to_pack(DataCache()))
-    files = [dataset.pictures, dataset.masks] if isinstance(of, Segmentation) else [dataset]
-    return _packed(out, _made_of(of, dataset, files[0], labels), _Packing(dataset, of, files), workers=0)
+    return pack_task(of, out, 0, DataCache())
 
 
 @pytest.fixture(scope="module")

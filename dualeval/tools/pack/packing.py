@@ -1,4 +1,4 @@
-"""``dualeval pack``: write the decoded pictures of a data set into one file, from which runs read them."""
+"""Write a pack: samples read by several processes, and what is known of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.cli.options import PATH, grouped
-from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.columns.of_data import NO_COLUMNS, Texts
 from dualeval.data.cache import DataCache
 from dualeval.data.pack_file import FAILED, TURNED, PackFile, PackWriter, pixels_of, row_type, stored, sums_of
@@ -23,62 +21,30 @@ from dualeval.engine.values.differences import differences, listing
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.launch.cores import usable_cores
 from dualeval.messages import counted
-from dualeval.options.evaluation import DATA, MODEL, RUN
+from dualeval.options.job import Job
 from dualeval.process.status_line import doing
-from dualeval.tools.starts import check_no_rank
 
-# Tasks that have a method to_pack.
-TASKS = ("image-classification", "segmentation")
 _AT_ONCE = 16
 _LISTED = 3
 
 
-@click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN,))
-@task_flags
-@config_flag
-@job_flags("keep")
-@grouped(
-    "--workers",
-    group=RUN,
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Reading processes.  [default: one per core]",
-)
-@grouped(
-    "--out",
-    group=RUN,
-    type=PATH,
-    required=True,
-    metavar="FILE.pack",
-    help="The pack; an unfinished one goes on.",
-)
-def pack(out: Path, workers: int | None, **flags: Any) -> None:
-    """Decode, resize and crop the pictures of a data set once, for runs that read them from one file.
-
-    \b
-    dualeval pack --model resnet50 --weights DEFAULT --data /data/val --out val.pack
-    dualeval run --model resnet50 --weights DEFAULT --data val.pack
-
-    The model or --resize, --crop, ... say what is done to the pictures, as for 'dualeval run'.
-    """
-    if out.suffix != ".pack":
-        raise UsageError(
-            f"--out {out}: a pack's name ends with .pack, as in --out {out.with_suffix('.pack')}"
-        )
-    check_no_rank(None, "'dualeval pack' starts its processes itself. Type it without a launcher before it.")
-    job = whole_job_of(flags, "dualeval pack")
-    if job.task not in TASKS:
-        raise UsageError(f"--task {job.task}: only pictures and masks are packed ({', '.join(TASKS)}).")
+def pack_job(job: Job, out: Path, workers: int | None) -> str:
+    """Pack the data of a job, and return what is to be said of it."""
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     cache = DataCache()
     with doing("setting up the task"):
         task: Any = job.make_task(cache)
-        dataset, labels = task.to_pack(cache)
+    return pack_task(task, out, workers, cache)
+
+
+def pack_task(task: Any, out: Path, workers: int | None, cache: DataCache) -> str:
+    """Pack the data of a task that has a method ``to_pack``."""
+    dataset, labels = task.to_pack(cache)
     with doing("reading the sizes of files"):
         files = [dataset.pictures, dataset.masks] if hasattr(dataset, "masks") else [dataset]
         made_of = _made_of(task, dataset, files[0], labels)
-    click.echo(_packed(out, made_of, _Packing(dataset, task, files), workers))
+    return _packed(out, made_of, _Packing(dataset, task, files), workers)
 
 
 def _made_of(task: Any, dataset: Any, pictures: Any, labels: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,12 +92,11 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
     resumed = f", {before:,} of them before" if before else ""
     failed = np.flatnonzero(made.rows["flags"] & FAILED)
     lines = [f"{out}: {counted(len(made.rows), 'sample')}{resumed}, {out.stat().st_size:,} bytes"]
-    lines += [f"{len(failed):,} of them cannot be read, and are failed samples of each run:"] * bool(
-        len(failed)
-    )
-    for index in failed[:_LISTED]:
-        lines.append(f"  {reader.id(index)}: {made.error(index)}")
-    return "\n".join([*lines, *["  ..."] * (len(failed) > _LISTED)])
+    if len(failed):
+        lines.append(f"{len(failed):,} of them cannot be read, and are failed samples of each run:")
+        lines += [f"  {reader.id(index)}: {made.error(index)}" for index in failed[:_LISTED]]
+        lines += ["  ..."] * (len(failed) > _LISTED)
+    return "\n".join(lines)
 
 
 def _write(writer: PackWriter, reader: _Packing, made_of: Mapping[str, Any], workers: int | None) -> None:
