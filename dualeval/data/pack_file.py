@@ -105,7 +105,7 @@ class PackFile:
             self._arrays: dict[str, Any] = values["arrays"]
             first, count, files = values["rows"]
             # The ranks of a node share these pages.
-            self.rows: npt.NDArray[Any] = np.memmap(path, row_type(files), "r", first, (count,))
+            self.rows = np.memmap(path, row_type(files), "r", first, (count,)).view(np.ndarray)
         except (OSError, ValueError, KeyError) as error:
             why = "it does not exist" if isinstance(error, FileNotFoundError) else text_of(error)
             raise UsageError(f"{path} cannot be read as a pack: {why}. 'dualeval pack' makes one.") from error

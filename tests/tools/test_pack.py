@@ -27,7 +27,7 @@ from dualeval.tools.pack.packing import pack_task
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.vehicles import masked_pictures
-from tests.vehicles.packed_pictures import ASSETS, JOB, as_folder, fashion
+from tests.vehicles.packed_pictures import ASSETS, FORMS, JOB, as_folder, fashion
 
 COUNT = 50
 PIXELS: dict[str, Any] = {"resize": 28, "crop": 28, "channels": 1, "mean": (0.286,), "std": (0.353,)}
@@ -113,6 +113,23 @@ def test_a_manifest_keeps_ids_columns_and_the_rule_of_its_labels(
     assert rows(tmp_path / "pack") == rows(tmp_path / "folder")
     assert result.slices == folder.slices
     assert str(task(data).dataset().labels) == str(task(path, image_root=home / "val").dataset().labels)
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.long] if form != "tar" else []) for form in FORMS]
+)
+def test_each_form_can_be_packed(tmp_path: Path, form: str) -> None:
+    data = FORMS[form](fashion(30), tmp_path)
+    files = task(data).dataset()
+    packed(task(data), tmp_path / "val.pack")
+    pack, every = task(tmp_path / "val.pack").dataset(), range(30)
+    assert [*map(pack.id, every)] == [*map(files.id, every)]
+    assert pack.fingerprint(30) == files.fingerprint(30)
+    assert pack.content_fingerprint(every) == files.content_fingerprint(every)
+    for (image, target), (other, same) in zip(
+        files.__getitems__(every), pack.__getitems__(every), strict=True
+    ):
+        assert torch.equal(image, other) and target == same
 
 
 def test_reading_gives_one_batch_and_no_copy_of_it(home: Path) -> None:
