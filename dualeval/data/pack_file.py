@@ -86,9 +86,11 @@ def refuse_other(path: Path, what: str, packed: Mapping[str, Any], wanted: Mappi
     """Refuse a pack that holds something else than a run wants."""
     if packed != wanted:
         lists = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (packed, wanted))
+        names = [name for name in {**packed, **wanted} if packed.get(name) != wanted.get(name)]
         raise UsageError(
-            f"{path} was packed with other {what}. It holds: {next(lists)}. This run wants: {next(lists)}. "
-            "Give the options with which it was packed, or pack the data for this model: dualeval pack"
+            f"{path} was packed with other {what} ({', '.join(names)}). It holds: {next(lists)}. This run "
+            f"wants: {next(lists)}. Give the options with which it was packed, or pack the data for this "
+            "model: dualeval pack"
         )
 
 

@@ -148,7 +148,7 @@ def test_reading_gives_one_batch_and_no_copy_of_it(home: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"resize": 32},
-        "other preprocessing. It holds: .*resize 28, crop 28.* This run wants: .*resize 32, crop",
+        "other preprocessing .resize.. It holds: .*resize 28, crop 28.* This run wants: .*resize 32, crop",
     ),
     ({"interpolation": "bicubic"}, "interpolation bilinear.*interpolation bicubic"),
     ({"channels": None}, "channels 1.*channels 3"),
@@ -329,10 +329,10 @@ def test_masks_by_another_rule_are_refused(masked: Path) -> None:
     for changes, text in (
         (
             {"ignore_index": (0,)},
-            r"other classes. It holds: .*ignore_index \[255\].* wants: .*ignore_index \[0\]",
+            r"other classes .ignore_index.. It holds: .*ignore_index \[255\].* wants: .*ignore_index \[0\]",
         ),
         ({"model": masked_pictures.Exact(6)}, "num_classes 5.*num_classes 6"),
-        ({"resize": 32}, "other preprocessing. It holds: .*resize None.*resize 32"),
+        ({"resize": 32}, "other preprocessing .resize.. It holds: .*resize None.*resize 32"),
         ({"masks": masked / "masks"}, "--masks does not apply"),
     ):
         with pytest.raises(UsageError, match=text):

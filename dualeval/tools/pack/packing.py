@@ -86,7 +86,8 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
             _write(writer, reader, made_of, workers)
     except OSError as error:
         raise DualevalError(
-            f"--out {out} cannot be written: {text_of(error)}. Then type the same command: it goes on."
+            f"--out {out} cannot be written: {text_of(error)}. Mend that, and type the same command: "
+            "it goes on."
         ) from error
     made = PackFile(out)
     resumed = f", {before:,} of them before" if before else ""
