@@ -53,6 +53,7 @@ COMMANDS = {
     "doctor": "dualeval.tools.doctor.command:doctor",
     "node-facts": "dualeval.tools.node_facts:show_facts",
     "setup-horovod": "dualeval.tools.horovod.setup:setup_horovod",
+    "pack": "dualeval.tools.pack.command:pack",
     "submit": "dualeval.tools.submit.command:submit",
 }
 

@@ -96,6 +96,8 @@ class Labels:
     indices: str = ""
     otherwise: str = ""
     largest_at: str = ""
+    # The names that a table has for its indices.
+    of_indices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Which names or indices there are, for people."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ from dualeval.data.masked_shards import find_masked
 from dualeval.data.packed import PackedImages
 from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation
-from dualeval.data.set_names import is_table, is_tar
+from dualeval.data.set_names import is_table, is_tar, module_of_masks
 from dualeval.data.table import AS_USUAL, TableOptions, column_of, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, first_of
@@ -62,6 +63,12 @@ class LabelRule:
     def values_text(self) -> str:
         """The class of each label, as it is typed."""
         return _pairs_text(self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides the class of a pixel."""
+        reduced = "yes" if self.reduce else "no"
+        of_labels = {"ignore_index": [*self.ignore], "mask_values": self.values_text}
+        return {"num_classes": self.classes, **of_labels, "reduce_labels": reduced}
 
     def without_label(self) -> list[int]:
         """The classes that no label stands for, once their number is known: no pixel is of them."""
@@ -245,6 +252,9 @@ class MaskedPictures(WithColumns):
                 f"numbers are, --mask-values {same}"
             )
 
+    def check_rule(self) -> None:
+        """Refuse what was made by another rule; called when the number of classes is known."""
+
     def _typed_values(self, to: Mapping[int, int]) -> str:
         """What is typed for the labels of the first masks, and for those that are others' classes."""
         labels = {*self.first_labels, *to, *self.rule.ignore}
@@ -254,13 +264,8 @@ class MaskedPictures(WithColumns):
         """The picture, and the picture with the mask over it, a colour for each class, for people."""
         with self.pictures.opened(index) as file:
             picture, mask, _ = _as_shown(read_picture(file), self._mask(index))
-        image, classes = picture.eight_bits().convert("RGB"), self.rule.of(mask.numbers()).numpy()
-        # The golden angle apart: neighbours among the classes have colours that differ.
-        hues = np.asarray(classes, np.float64) * 0.618034 % 1
-        colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
-        drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(image.size)
-        share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(image.size)
-        return image, Image.composite(drawn, image, share)
+        image = picture.eight_bits().convert("RGB")
+        return image, under_mask(image, self.rule.of(mask.numbers()).numpy())
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
@@ -295,6 +300,16 @@ class MaskedPictures(WithColumns):
     def content_fingerprint(self, samples: range) -> str:
         """sha256, in hex, over what is in these pictures and masks."""
         return _joined(self.pictures.content_fingerprint(samples), self.masks.content_fingerprint(samples))
+
+
+def under_mask(image: Image.Image, classes: npt.NDArray[np.int16]) -> Image.Image:
+    """A picture with the classes of its pixels over it."""
+    # The golden angle apart: neighbours among the classes have colours that differ.
+    hues = np.asarray(classes, np.float64) * 0.618034 % 1
+    colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
+    drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(image.size)
+    share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(image.size)
+    return Image.composite(drawn, image, share)
 
 
 def _usual_colour(index: int) -> _Colour:
@@ -342,7 +357,19 @@ def open_masked(
     options: TableOptions = AS_USUAL,
     cache: DataCache,
 ) -> MaskedPictures:
-    """The pictures of a folder with the masks of another one, or those that a manifest lists."""
+    """The pictures of a folder with the masks of another one, those that a manifest lists, or a pack's."""
+    if module := module_of_masks(data):
+        for flag, value in zip(("--masks", "--path-column", "--mask-column"), (masks, *columns), strict=True):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} does not apply to {data}, which has pictures and masks. Leave it out."
+                )
+        options.refuse_quoting(data)
+        packed = import_module(f"dualeval.data.image_sets.{module}")
+        opened: MaskedPictures = packed.open_masks(
+            data, rule, preprocessing, whole_files=whole_files, cache=cache
+        )
+        return opened
     targets: npt.NDArray[np.int64]
     common: dict[str, Any] = {"labels": indices_of_classes(), "preprocessing": preprocessing, "cache": cache}
     if is_tar(data):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,11 @@ from dualeval.data.image_files import (
     digest_of,
     digest_or_unreadable,
 )
+from dualeval.data.labels import Labels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
-from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
+from dualeval.data.table_labels import LEFT_OUT, Labeler, refuse_other_names
 from dualeval.errors import UsageError
 
 # Of each process: a thread reads one after the other.
@@ -154,6 +155,13 @@ class PackedImages(WithColumns, ImageFiles):
         return digest_or_unreadable(partial(self._pieces.digest, index, whole=self._whole_files))
 
 
+class DecidedLabels(Protocol):
+    """Labels, of which a run decides what class each is."""
+
+    def decide(self, label: Labeler) -> tuple[Labels, list[int]]:
+        """As of ``TableLabels``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
     """Samples with a label each, in little room."""
@@ -162,12 +170,13 @@ class Labelled:
     names: FileNames
     # The place of each sample's label among `labels`.
     codes: npt.NDArray[np.int32]
-    labels: TableLabels
+    labels: DecidedLabels
     notes: Sequence[str] = ()
     # Further bytes of the same samples, as of masks.
     others: Sequence[Pieces] = ()
     # Other columns of the samples.
     kept: KeptColumns = NO_COLUMNS
+    kind: type[PackedImages] = PackedImages
 
     def images(self, of: Path, label: Labeler, **options: Any) -> PackedImages:
         """The pictures of which a label is a class, without those that the class map leaves out."""
@@ -176,7 +185,7 @@ class Labelled:
         labels, classes = self.labels.decide(label)
         targets = np.array(classes, np.int64)[self.codes]
         refuse_other_names(of, labels, label.known, targets, self.kept)
-        images = PackedImages(
+        images = self.kind(
             self.pieces,
             of,
             self.names,

@@ -105,6 +105,8 @@ class Kind:
     has_columns: bool = False
     # Whether they are held in memory, as they are stored; their labels are indices of classes.
     in_memory: bool = False
+    # The module of ``image_sets`` whose ``open_masks`` opens pictures with masks there.
+    masks: str = ""
 
 
 def has_idx(folder: Path) -> bool:
@@ -179,6 +181,11 @@ def is_picture_type(kind: Any) -> bool:
     return str(kind).startswith("struct<") and kind.get_field_index("bytes") >= 0
 
 
+def is_pack(path: Path) -> bool:
+    """Whether a path is that of a pack, by its suffix."""
+    return path.suffix == ".pack" and not path.is_dir()
+
+
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
@@ -187,6 +194,7 @@ KINDS: dict[str, Kind] = {
     "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),
+    "pack": Kind(module="pack", is_at=is_pack, masks="packed_masks"),
     "class_folders": Kind(module="class_folders", is_at=Path.is_dir),
 }
 
@@ -198,6 +206,12 @@ def kind_at(path: Path) -> Kind:
         fault = "is a file" if path.exists() else "does not exist"
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "
-            "manifest (.csv, .tsv, .jsonl, .parquet), tar shards (.tar) or a data set by name (CIFAR10:DIR)."
+            "manifest (.csv, .tsv, .jsonl, .parquet), tar shards (.tar), a pack (.pack) or a data set by "
+            "name (CIFAR10:DIR)."
         )
     return kind
+
+
+def module_of_masks(path: Path) -> str:
+    """The module that opens the pictures and masks at a path; "" where they are files of their own."""
+    return next((kind.masks for kind in KINDS.values() if kind.masks and kind.is_at(path)), "")

@@ -106,6 +106,7 @@ class TableLabels:
         # In the order of rows a model's own names have been since their identity was made.
         folders = list(dict.fromkeys(texts)) if of_model and not by_name else sorted({*first, *wnids})
         labels = label(folders, "label", lambda text: f"{self._row(first.get(text, self._numbers[0]))}: ")
+        labels = replace(labels, of_indices=tuple(self._class_names))
         return labels, [labels.classes.get(text, LEFT_OUT) for text in texts]
 
     def _indices(

@@ -177,11 +177,28 @@ class ImageClassification(picture_task.PictureTask):
     def dataset(self) -> ImageData:
         return self._dataset
 
+    def to_pack(self, cache: DataCache) -> tuple[ImageData, dict[str, Any]]:
+        """What ``dualeval pack`` packs, all of it with labels by name, and their names."""
+        if self._data.is_small:
+            raise UsageError(f"the {self._data.small_description} lie in memory already: no pack is needed.")
+        # Which class each name is, is decided by the run; it may know names for bools.
+        names = KnownClasses(of="bools", names=("false", "true"))
+        label = FolderLabels(class_map=None, order="name", num_classes=None, of_weights=names)
+        whole_files = self._data_fingerprint == "content"
+        images = self._data.open(label, whole_files=whole_files, cache=cache).prepared(
+            self._preprocessing.values
+        )
+        labels = images.labels
+        facts = {"noun": labels.noun, "names": [*labels.classes], "of_indices": [*labels.of_indices]}
+        return images, facts
+
     def collate(self, samples: Any) -> dict[str, Tensor]:
         """Stack samples to images (n, channels, height, width) and targets int64 (n,)."""
         if isinstance(samples, dict):
             return samples
         images, targets = zip(*samples, strict=True)
+        if (stacked := getattr(samples, "stacked", None)) is not None:
+            return {"images": stacked, "targets": torch.tensor(targets)}
         refuse_other_shapes(images, self._dataset.sample_shape)
         return {"images": torch.stack(images), "targets": torch.tensor(targets)}
 

@@ -400,7 +400,10 @@ class PictureTask(Task):
         return [f"{name}={value!r}" for name, value in sorted(self._model.arguments.items())]
 
     def _model_identity(self) -> dict[str, Any]:
+        # Of a pack: its data's fingerprints are those of the files, from which other pixels may be made.
+        pack = getattr(self.dataset(), "checksum", None)
         return {
             "model": self._model.identity,
+            **({"pack": pack} if pack else {}),
             **({"model_arguments": self._arguments()} if self._model.arguments else {}),
         }

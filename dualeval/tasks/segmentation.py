@@ -72,7 +72,6 @@ class Segmentation(PictureTask):
         *COUNTS,
         *("right_pixels", "labelled_pixels", "is_labelled", "picture_iou", "nan_logits", "inf_logits"),
     )
-    wants_workers = True
 
     @with_keywords(SegmentationKeywords, SegmentationOptions)
     def __init__(
@@ -134,8 +133,18 @@ class Segmentation(PictureTask):
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
 
+    @property
+    def wants_workers(self) -> bool:
+        """True where pictures are decoded."""
+        return not self._dataset.in_memory
+
     def dataset(self) -> MaskedPictures:
         return self._dataset
+
+    def to_pack(self, cache: DataCache) -> tuple[MaskedPictures, dict[str, Any]]:
+        """What ``dualeval pack`` packs, and the rule of its classes."""
+        self.build_model(torch.device("cpu"))  # tells how many there are
+        return self._dataset, self._rule.to_json()
 
     def collate(self, samples: Sequence[tuple[Tensor, Tensor, bool]]) -> dict[str, Any]:
         """Group pictures by their sizes and those of their masks, in the order in which sizes come.
@@ -219,6 +228,7 @@ class Segmentation(PictureTask):
             rule.ignore = ()
         elif asked is None and count == 2 and rule.ignore:
             self._refuse_ignored_foreground(begin)
+        self._dataset.check_rule()
 
     def _refuse_ignored_foreground(self, begin: str) -> None:
         """Refuse masks of 0 and 255, of which 255 may be a class or none."""

@@ -33,7 +33,7 @@ ALLOWED = {
     },
     "tools": {
         *("cli", "options.job", "options.plugins", "options.several", "data.cache", "launch", "backends"),
-        "world.devices",
+        *("data.pack_file", "world.devices"),
         *("world.local_ranks", "engine", "tasks", "models", "columns", "metrics.by_name", "report", "result"),
     },
     "columns": set(),

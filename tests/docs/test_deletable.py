@@ -71,7 +71,11 @@ PARTS = {
         tied="the embedded job and evaluate(model=..., data=PATH), thus the door, are of this task",
     ),
     "task segmentation": task(
-        "segmentation", "data/masks.py", "data/masked_shards.py", "models/segmenters.py"
+        "segmentation",
+        "data/masks.py",
+        "data/masked_shards.py",
+        "models/segmenters.py",
+        "data/image_sets/packed_masks.py",
     ),
     "task detection": Part(
         files=["tasks/detection", "tasks/options/detection.py", "metrics/detection"],
@@ -108,6 +112,13 @@ PARTS = {
     "data class folders": images("class_folders"),
     "data manifests": images("manifest"),
     "data tar shards": images("tar_shards"),
+    "packs": Part(
+        files=[
+            *("tools/pack", "data/pack_file.py"),
+            *("data/image_sets/pack.py", "data/image_sets/packed_masks.py"),
+        ],
+        lines={_COMMANDS: r"    .*tools\.pack\..*\n", _NAMES: r'    "pack": .*\n'},
+    ),
     "data hugging face": images("hugging_face"),
     "data mds": images("mds"),
 }
@@ -142,7 +153,8 @@ def copy_without(names: Sequence[str], folder: Path) -> Path:
         path.write_text(text, "utf-8")
     for file in (file for part in parts for file in part.files):
         path = folder / "dualeval" / file
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Two parts may have a file.
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return folder
 
 

@@ -1,0 +1,1 @@
+"""``dualeval pack``: the decoded pictures of a data set in one file."""
