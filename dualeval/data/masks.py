@@ -358,27 +358,18 @@ def open_masked(
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, those that a manifest lists, or a pack's."""
-    if module := module_of_masks(data):
-        for flag, value in zip(("--masks", "--path-column", "--mask-column"), (masks, *columns), strict=True):
-            if value is not None:
-                raise UsageError(
-                    f"{flag} does not apply to {data}, which has pictures and masks. Leave it out."
-                )
-        options.refuse_quoting(data)
-        packed = import_module(f"dualeval.data.image_sets.{module}")
-        opened: MaskedPictures = packed.open_masks(
-            data, rule, preprocessing, whole_files=whole_files, cache=cache
-        )
-        return opened
     targets: npt.NDArray[np.int64]
     common: dict[str, Any] = {"labels": indices_of_classes(), "preprocessing": preprocessing, "cache": cache}
-    if is_tar(data):
+    if (module := module_of_masks(data)) or is_tar(data):
         if masks is not None or any(columns):
             raise UsageError(
-                f"--masks, --path-column and --mask-column do not apply to --data {data}: in tar shards a "
-                "mask lies beside its picture, as a.png beside a.jpg. Leave them out."
+                f"--masks, --path-column and --mask-column do not apply to --data {data}: in it a mask lies "
+                "beside its picture (in tar shards as a.png beside a.jpg). Leave them out."
             )
         options.refuse_quoting(data)
+        if module:
+            packed: Any = import_module(f"dualeval.data.image_sets.{module}")
+            return packed.open_masks(data, rule, whole_files=whole_files, **common)  # type: ignore[no-any-return]
         index = cache.once(("masked shards", data.absolute()), lambda: find_masked(data))
         targets = np.zeros(len(index.names), np.int64)
         pictures, of_masks = (

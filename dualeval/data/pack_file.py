@@ -33,7 +33,6 @@ _START, _STEP = 4096, 8
 _END = struct.Struct("<QQ32s16s")
 # Of a row: the sample cannot be read; EXIF has turned its picture or its mask alone.
 FAILED, TURNED = 1, 2
-_PIECE = 1 << 20
 
 
 def row_type(files: int) -> np.dtype[Any]:
@@ -117,15 +116,12 @@ class PackFile:
         start, values, digest, magic = _END.unpack(end) if len(end) == _END.size else (0, 0, b"", b"")
         if magic != _MAGIC:
             raise ValueError("it is cut off, or no pack")
-        hashed, at = hashlib.sha256(), start
-        while piece := os.pread(self._number, min(_PIECE, size - _END.size - at), at):
-            hashed.update(piece)
-            at += len(piece)
-        if hashed.digest() != digest:
+        index = self._bytes(start, size - _END.size)
+        if hashlib.sha256(index.data).digest() != digest:
             raise ValueError("the list of its samples is damaged")
         # Over the checksums of all samples, too.
         self.checksum: str = digest.hex()
-        return json.loads(os.pread(self._number, size - _END.size - values, values))
+        return json.loads(index[values - start :].tobytes())
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """An array by name."""
@@ -185,10 +181,9 @@ class PackWriter:
             self.close()
             raise UsageError(f"--out {path}: another process is packing it. Wait for that one.") from None
         of_key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
-        self._listed.seek(0)
-        is_same = self._listed.read(len(of_key)) == of_key
-        content = self._listed.read() if is_same else b""
-        rows = np.frombuffer(content, self._type, len(content) // self._type.itemsize)
+        before, _, content = listed.read_bytes().partition(of_key)
+        count = 0 if before else len(content) // self._type.itemsize
+        rows = np.frombuffer(content, self._type, count)
         rows = rows[: self._whole(rows)]
         self._rows, self.count = [rows], len(rows)
         self.end = int(rows["end"][-1]) if len(rows) else _START
@@ -200,8 +195,7 @@ class PackWriter:
 
     def _whole(self, rows: npt.NDArray[Any]) -> int:
         """How many samples are there, whole."""
-        end = _START
-        size = self._file.seek(0, os.SEEK_END)
+        end, size = _START, self._file.seek(0, os.SEEK_END)
         for place, row in enumerate(rows):
             first, end = end, int(row["end"])
             if not first < end <= size or (end - first) % _STEP:

@@ -174,8 +174,6 @@ def test_another_pack_is_not_written_over(home: Path) -> None:
         UsageError, match=r"something else: preprocessing.resize: 28 there, 32 now. Remove it"
     ):
         packed(task(home / "val", resize=32), home / "val.pack")
-    with pytest.raises(UsageError, match="is a pack already"):
-        packed(task(home / "val.pack"), home / "other.pack")
     assert (home / "val.pack").read_bytes() == before
 
 
@@ -318,6 +316,16 @@ def test_masks_of_a_pack_are_those_of_their_files(masked: Path, tmp_path: Path, 
     assert len(result.failed) == 2
     check_same(folder, result)
     assert rows(tmp_path / "pack") == rows(tmp_path / "folder")
+    whole = {"data_fingerprint": "content"}
+    packed(segmentation(masked / "img", masks=masked / "masks", **whole), tmp_path / "whole.pack")
+    of_bytes, of_files = (
+        made.dataset().content_fingerprint(range(13))
+        for made in (
+            segmentation(tmp_path / "whole.pack", **whole),
+            segmentation(masked / "img", masks=masked / "masks", **whole),
+        )
+    )
+    assert of_bytes == of_files != result.data["contents"]
     drawn = [
         evaluate(made, None, on_error="skip", sample=7).digests
         for made in (segmentation(masked / "img", masks=masked / "masks"), segmentation(masked / "a.pack"))
@@ -333,7 +341,7 @@ def test_masks_by_another_rule_are_refused(masked: Path) -> None:
         ),
         ({"model": masked_pictures.Exact(6)}, "num_classes 5.*num_classes 6"),
         ({"resize": 32}, "other preprocessing .resize.. It holds: .*resize None.*resize 32"),
-        ({"masks": masked / "masks"}, "--masks does not apply"),
+        ({"masks": masked / "masks"}, "--masks, .* do not apply"),
     ):
         with pytest.raises(UsageError, match=text):
             segmentation(masked / "a.pack", **changes).build_model(torch.device("cpu"))

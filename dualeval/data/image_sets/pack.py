@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,23 +74,11 @@ def names_of(pack: PackFile, file: int) -> FileNames:
 
 def kept_in(pack: PackFile) -> KeptColumns:
     """The columns of the data from which it was packed."""
-    columns = (
-        (name, distinct, pack.array(f"column{n}"))
-        for n, (name, distinct) in enumerate(pack.values["columns"])
-    )
-    return KeptColumns(
-        values={
-            name: values if distinct is None else Texts(values, distinct)
-            for name, distinct, values in columns
-        },
-        left_out=pack.values["left_out"],
-    )
-
-
-def shown(pixels: Tensor, preprocessing: Normalisation) -> Any:
-    """A picture of pixels, for people."""
-    is_bgr = getattr(preprocessing, "channel_order", "rgb") == "bgr"
-    return picture_of(pixels.flip(0) if is_bgr else pixels)
+    values: dict[str, Any] = {}
+    for number, (name, distinct) in enumerate(pack.values["columns"]):
+        column = pack.array(f"column{number}")
+        values[name] = column if distinct is None else Texts(column, distinct)
+    return KeptColumns(values=values, left_out=pack.values["left_out"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +111,9 @@ class PackPieces(Pieces):
         stored = self.pack.read(self.places[[index]])[0].tobytes()
         return len(stored), lambda count, offset: stored[offset : offset + count]
 
+    def seen(self, samples: range) -> bytes:
+        return super().seen(samples) + bytes([self.file])  # a mask may have its picture's name
+
     def sizes(self, count: int) -> list[int]:
         sizes: list[int] = self.pack.rows["sizes"][self.places[:count], self.file].tolist()
         return sizes
@@ -153,11 +143,10 @@ class PackedPixels(PackedImages):
     def prepared(self, preprocessing: Normalisation) -> PackedPixels:
         """The same images, which have to be prepared like this; mean and std are the model's matter."""
         pack = self._pieces.pack
-        refuse_other(
-            pack.path, "preprocessing", pack.values["made_of"]["preprocessing"], pixels_of(preprocessing)
-        )
-        images = copy.copy(self)
-        images.preprocessing = preprocessing
+        packed, wanted = pack.values["made_of"]["preprocessing"], pixels_of(preprocessing)
+        refuse_other(pack.path, "preprocessing", packed, wanted)
+        images = super().prepared(preprocessing)
+        assert isinstance(images, PackedPixels)
         return images
 
     def left_out(self) -> list[str]:
@@ -166,14 +155,11 @@ class PackedPixels(PackedImages):
 
     def picture(self, index: int) -> Any:
         """The picture as a model takes it, for people."""
-        return shown(self._image(index), self.preprocessing)
+        return picture_of(self._image(index))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         chosen = np.asarray(indices, np.int64)
-        samples, shape = (
-            np.asarray(self._pieces.samples(chosen)),
-            self._pieces.row(chosen[0])["shape"][:3].tolist(),
-        )
+        samples, shape = np.asarray(self._pieces.samples(chosen)), self._pieces.row(chosen[0])["shape"][:3]
         images = torch.from_numpy(samples[:, : math.prod(shape)].reshape(-1, *shape))
         stacked = Stacked(zip(images, self._targets[chosen].tolist(), strict=True))
         stacked.stacked = images

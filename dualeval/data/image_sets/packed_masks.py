@@ -12,33 +12,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dualeval.data.cache import DataCache
-from dualeval.data.image_sets.pack import PackedPixels, PackPieces, kept_in, names_of, opened, shown
-from dualeval.data.labels import indices_of_classes
+from dualeval.data.image_sets.pack import PackedPixels, PackPieces, kept_in, names_of, opened
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, under_mask
 from dualeval.data.pack_file import TURNED, refuse_other
-from dualeval.data.packed import PackedImages
+from dualeval.data.pictures import picture_of
 from dualeval.data.preprocessing import Normalisation
 
 
 def open_masks(
-    at: Path, rule: LabelRule, preprocessing: Normalisation, *, whole_files: bool, cache: DataCache
+    at: Path, rule: LabelRule, *, preprocessing: Normalisation, whole_files: bool, **common: Any
 ) -> PackedMasks:
     """Open those of a pack, which are prepared like this; the rule is checked when the classes are known."""
     pack = opened(at, "segmentation", whole_files=whole_files)
-    kinds = zip((PackedPixels, PackedImages), (whole_files, True), strict=True)
+    common |= {"preprocessing": preprocessing, "whole_files": whole_files}
+    targets = np.zeros(len(pack.rows), np.int64)
     pictures, masks = (
-        kind(
-            PackPieces.of(pack, file),
-            at,
-            names_of(pack, file),
-            np.zeros(len(pack.rows), np.int64),
-            labels=indices_of_classes(),
-            preprocessing=preprocessing,
-            whole_files=whole,
-            cache=cache,
-        )
-        for file, (kind, whole) in enumerate(kinds)
+        PackedPixels(PackPieces.of(pack, file), at, names_of(pack, file), targets, **common)
+        for file in (0, 1)
     )
     return PackedMasks(
         pictures=pictures.prepared(preprocessing),
@@ -96,7 +86,7 @@ class PackedMasks(MaskedPictures):
     def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
         """The picture as a model takes it, and under its mask, for people."""
         [(picture, classes, _)] = self.__getitems__([index])
-        image = shown(picture, self.pictures.preprocessing).convert("RGB")
+        image = picture_of(picture).convert("RGB")
         return image, under_mask(image, classes.numpy())
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:

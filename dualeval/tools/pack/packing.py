@@ -49,12 +49,8 @@ def pack_task(task: Any, out: Path, workers: int | None, cache: DataCache) -> st
 
 def _made_of(task: Any, dataset: Any, pictures: Any, labels: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides what a pack holds."""
-    if hasattr(dataset, "checksum"):
-        raise UsageError("--data is a pack already.")
     if "function" in (pixels := pixels_of(pictures.preprocessing)):
-        raise UsageError(
-            f"--preprocessing: {pixels['function']} returns floats, and a pack holds pixels of 8 bits."
-        )
+        raise UsageError(f"--preprocessing: {pixels['function']} returns floats, and a pack holds 8 bits.")
     return {
         "task": task.name,
         "data_fingerprint": "content" if pictures._whole_files else "ends",
@@ -95,7 +91,7 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
     lines = [f"{out}: {counted(len(made.rows), 'sample')}{resumed}, {out.stat().st_size:,} bytes"]
     if len(failed):
         lines.append(f"{len(failed):,} of them cannot be read, and are failed samples of each run:")
-        lines += [f"  {reader.id(index)}: {made.error(index)}" for index in failed[:_LISTED]]
+        lines += [f"  {reader.files[0].id(index)}: {made.error(index)}" for index in failed[:_LISTED]]
         lines += ["  ..."] * (len(failed) > _LISTED)
     return "\n".join(lines)
 
@@ -125,7 +121,7 @@ class _Packing(Reader):
     def __init__(self, dataset: Any, task: Any, files: Sequence[Any]) -> None:
         super().__init__(dataset, task)
         self.files, self.row = files, row_type(len(files))
-        self._has_masks = len(files) > 1
+        self._data, self._has_masks = dataset, len(files) > 1
         count = len(dataset)
         # What the fingerprint has looked at is not looked at again.
         self._sizes = [
@@ -142,7 +138,7 @@ class _Packing(Reader):
                 sample = self._read_twice(index)
                 good.append(sample)
             except Exception as error:  # noqa: BLE001 - it stays so: each run names it
-                sample = self._nothing(index)
+                sample = self._data.placeholder(index) if self._has_masks else (torch.empty(0, 0, 0), 0)
                 row["flags"] = FAILED
                 parts.append(stored(np.frombuffer(with_type(error).encode(), np.uint8)))
             else:
@@ -156,15 +152,6 @@ class _Packing(Reader):
         rows["end"] = np.cumsum([*map(len, parts)])
         return (torch.from_numpy(np.concatenate(parts)), torch.from_numpy(rows.view(np.uint8))), ()
 
-    def _nothing(self, index: int) -> Any:
-        """What stands in the place of a sample that cannot be read."""
-        data: Any = self._dataset
-        return data.placeholder(index) if self._has_masks else (torch.empty(0, 0, 0), 0)
-
-    def id(self, index: int) -> str:
-        """A sample's id."""
-        return self._dataset.id(index)
-
     def _read_twice(self, index: int) -> Any:
         try:
             return self._read_one(index)
@@ -173,7 +160,7 @@ class _Packing(Reader):
 
     def index(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         """Arrays and values of all samples."""
-        data: Any = self._dataset
+        data = self._data
         kept, arrays = getattr(data, "kept", NO_COLUMNS), dict[str, npt.NDArray[Any]]()
         for number, each in enumerate(self.files):
             names, arrays[f"ends{number}"] = each._paths.stored_all()
@@ -182,12 +169,10 @@ class _Packing(Reader):
         for number, (name, values) in enumerate(kept.values.items()):
             arrays[f"column{number}"] = values.places if isinstance(values, Texts) else values
             columns.append([name, [*values.distinct] if isinstance(values, Texts) else None])
-        said = {"columns": columns, "left_out": dict(kept.left_out)}
         if self._has_masks:
-            return arrays, {
-                **said,
-                "notes": data.notes,
-                "warnings": [*data.warnings, *data.pictures.left_out()],
-            }
-        arrays["codes"] = data.targets.astype(np.int32)
-        return arrays, {**said, "notes": data.notes(), "warnings": data.warnings()}
+            notes, warnings = data.notes, [*data.warnings, *data.pictures.left_out()]
+        else:
+            notes, warnings = data.notes(), data.warnings()
+            arrays["codes"] = data.targets.astype(np.int32)
+        said = {"notes": notes, "warnings": warnings}
+        return arrays, {"columns": columns, "left_out": dict(kept.left_out), **said}
