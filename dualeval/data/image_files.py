@@ -24,6 +24,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import left_out_of, picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
+from dualeval.data.stores.path import StorePath
 from dualeval.messages import counted
 from dualeval.vision_library import torchvision
 
@@ -132,7 +133,9 @@ def _size_and_time(file: Path | str | int) -> tuple[int, int]:
 
 def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
     """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; one digest for all files
-    that cannot be read."""
+    that cannot be read. In a store its ETag stands for it."""
+    if isinstance(path, StorePath):
+        return path.digest()
     return digest_or_unreadable(partial(_digest_of_file, path, whole))
 
 

@@ -13,10 +13,13 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.image_files import FileNames, ImageFiles, check_unchanged, digest_of, digest_or_unreadable
+from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.stores.requests import notes
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 
@@ -29,6 +32,9 @@ class Pieces(Protocol):
 
     def read(self, index: int) -> bytes:
         """All bytes of a sample; OSError where they are not there, or have changed since they were found."""
+
+    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
+        """``read`` for some samples, which may have been read at once before this returns."""
 
     def sizes(self, count: int) -> Sequence[int]:
         """The sizes of the first samples in bytes, or what is said of each instead."""
@@ -73,11 +79,23 @@ class PackedImages(WithColumns, ImageFiles):
 
     def notes(self) -> list[str]:
         """Which classes the labels are, and what was passed over."""
-        return [*super().notes(), *self._notes]
+        return [*super().notes(), *self._notes, *notes()]
 
     def path(self, index: int) -> str:
         """Where an image lies, for people."""
         return f"{self._pieces.where(index)}, {self.id(index)}"
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """As for ``ImageFiles``."""
+        read = self._pieces.together(indices)
+        return [
+            (read_pixels(io.BytesIO(read(index)), self.preprocessing), int(self._targets[index]))
+            for index in indices
+        ]
+
+    def reading_notes(self) -> list[str]:
+        """What had to be read again."""
+        return notes()
 
     @contextmanager
     def opened(self, index: int) -> Iterator[IO[bytes]]:
@@ -166,6 +184,9 @@ class FilePieces:
 
     def read(self, index: int) -> bytes:
         return self._part(index)(int(self.lengths[index]), 0)
+
+    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
+        return self.read
 
     def _part(self, index: int) -> Callable[[int, int], bytes]:
         """A function of a count and an offset in the sample that reads its bytes."""

@@ -11,7 +11,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -177,6 +177,9 @@ class _Cells(ABC):
     @abstractmethod
     def batches(path: Path, picture: str, columns: Sequence[str]) -> Iterator[Any]:
         """The rows of a file: some columns, and the paths in that of the pictures."""
+
+    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
+        return self.read
 
     @abstractmethod
     def sizes(self, count: int) -> Sequence[int]:

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from dualeval.data.image_paths import EXTENSIONS
 from dualeval.data.index_cache import IndexCache
 from dualeval.data.packed import FilePieces, Labelled, PackedImages
 from dualeval.data.set_names import LABEL_COLUMNS
+from dualeval.data.stored import StorePieces
+from dualeval.data.stores.path import StorePath
 from dualeval.data.table import column_of
 from dualeval.data.table_labels import Labeler, TableLabels
 from dualeval.data.tar import Member, TarReader, tars_at
@@ -64,6 +67,8 @@ def _read(at: Path, label_key: str | None) -> Labelled:
         offsets=np.concatenate([shard.offsets + first for shard, first in zip(shards, before, strict=True)]),
         lengths=np.concatenate([shard.lengths for shard in shards]),
     )
+    if remote := [path.found for path in paths if isinstance(path, StorePath)]:
+        pieces = StorePieces(**vars(pieces), found=remote)
     names, notes = _names(paths, caches, shards)
     labels = TableLabels(lambda number: f"{pieces.where(number)}, {names.shown(number)}", key or _CLASS, ())
     codes, first = [], 0
@@ -135,6 +140,12 @@ class _Shard:
 
 
 def _shard(path: Path, cache: IndexCache, key: str | None) -> _Shard:
+    # All ranks of a machine fetch each shard of a store once.
+    with cache.alone() if isinstance(path, StorePath) else nullcontext():
+        return _indexed(path, cache, key)
+
+
+def _indexed(path: Path, cache: IndexCache, key: str | None) -> _Shard:
     if (kept := cache.load()) is not None:
         arrays, (labels, passed_over) = kept
         return _Shard(**arrays, labels=labels, passed_over=passed_over)
@@ -167,7 +178,7 @@ def _shard(path: Path, cache: IndexCache, key: str | None) -> _Shard:
         "codes": np.frombuffer(codes, np.int32),
     }
     labels = [value for _, value in places]
-    if len(codes) >= _WORTH_KEEPING:
+    if len(codes) >= _WORTH_KEEPING or isinstance(path, StorePath):
         cache.keep(arrays, [labels, passed_over])
     return _Shard(**arrays, labels=labels, passed_over=passed_over)
 

@@ -47,6 +47,7 @@ class ImageClassificationOptions(PictureOptions):
         group=DATA,
         resolve=data_beside,
         metavar="PATH",
+        takes_urls=True,
     )
     split: str | None = option(
         None, "Part of a data set by name.", group=DATA, choices=SPLITS, shown="test or val"

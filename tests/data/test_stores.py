@@ -1,0 +1,375 @@
+"""Files in object stores and on the web: what is read of them, and what is said where they are not."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import multiprocessing
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from dualeval.cli import dualeval as command
+from dualeval.data.image_sets import tar_shards
+from dualeval.data.packed import PackedImages
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.stores import arrow, requests, web
+from dualeval.data.stores.path import place_of
+from dualeval.data.stores.requests import Patience
+from dualeval.errors import EXIT_FAILED, EXIT_USAGE, StoreError, UsageError
+from dualeval.tasks.labels import FolderLabels
+from dualeval.urls import check_url, url_of
+from tests.vehicles.object_store import Handler, ObjectStore, object_store
+from tests.vehicles.packed_pictures import Pictures, as_tars, fashion
+
+BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The credentials of the test's own store, and nobody's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, which nobody waits for."""
+    slept: list[float] = []
+    monkeypatch.setattr(requests, "PATIENCE", Patience(sleep=slept.append))
+    return slept
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Iterator[ObjectStore]:
+    with object_store() as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        arrow._make.cache_clear()
+        requests.notes()
+        yield running
+        arrow._make.cache_clear()
+        arrow._opened.cache_clear()
+
+
+def put_tars(store: ObjectStore, pictures: Pictures, home: Path) -> None:
+    as_tars(pictures, home)
+    for path in (home / "shards").iterdir():
+        store.put(f"bucket/shards/{path.name}", path.read_bytes())
+
+
+def opened(at: str | Path) -> PackedImages:
+    label = FolderLabels(order="name", **BY_NAME)
+    images = tar_shards.open_images(place_of(at), label=label, label_key=None, whole_files=False, cache=None)
+    images.preprocessing = Preprocessing(resize=20, crop=16)
+    return images
+
+
+def address(store: ObjectStore, kind: str, path: str) -> str:
+    return f"s3://{path}" if kind == "s3" else f"{store.endpoint}/{path}"
+
+
+@pytest.mark.parametrize("kind", ["s3", "https"])
+def test_shards_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Path, kind: str) -> None:
+    put_tars(store, fashion(20), tmp_path)
+    there = opened(address(store, kind, "bucket/shards/val-{0..2}.tar"))
+    here = opened(tmp_path / "shards/val-{0..2}.tar")
+    assert [there.id(index) for index in range(20)] == [here.id(index) for index in range(20)]
+    assert there.fingerprint(20) == here.fingerprint(20)
+    for (one, target), (other, same) in zip(
+        there.__getitems__(range(20)), here.__getitems__(range(20)), strict=True
+    ):
+        assert one.equal(other)
+        assert target == same
+    store.forget()
+    there.__getitems__(range(3, 20))
+    gets = [each for each in store.requests if each[0] == "GET"]
+    assert len(gets) == 1
+    assert len(store.requests) - len(gets) == (kind == "s3")
+    print(there.path(0))
+
+
+def test_a_shard_is_fetched_once_and_its_index_is_kept(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(20), tmp_path)
+    opened("s3://bucket/shards/val-{0..2}.tar")
+    first = store.sent
+    store.forget()
+    again = opened("s3://bucket/shards")
+    assert len(again) == 20
+    assert store.sent < first / 2
+    store.put("bucket/shards/val-0.tar", store.objects["bucket/shards/val-0.tar"][0] + bytes(512))
+    store.forget()
+    opened("s3://bucket/shards")
+    assert store.sent > 10_000
+
+
+def test_what_lies_near_is_read_together_and_what_is_large_in_parts(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 1_000_000, np.uint8).tobytes()
+    store.put("bucket/a", content)
+    monkeypatch.setattr(requests, "_PART_BYTES", 100_000)
+    for kind in ("s3", "https"):
+        found = place_of(address(store, kind, "bucket/a")).found  # type: ignore[attr-defined]
+        store.forget()
+        places = [(700_000, 250_000), (0, 10), (20, 5), (500_000, 1), (950_000, 0)]
+        parts = requests.read_all([(found, offset, count) for offset, count in places])
+        assert parts == [content[offset : offset + count] for offset, count in places]
+        asked = sorted(each[2] for each in store.requests if each[0] == "GET")
+        assert len(asked) == 5
+        assert store.sent <= 250_000 + 25 + 1 + 2 * 2048 * (kind == "s3")
+
+
+# -- what fails ------------------------------------------------------------------------------------------
+
+
+def failing(times: float, fail: Callable[[Handler], object]) -> Callable[[Handler], bool]:
+    """A fault of the first requests."""
+    left = [times]
+
+    def fault(handler: Handler) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and fail(handler) is not False
+
+    return fault
+
+
+def cut(handler: Handler) -> None:
+    """Half of the answer, and then nothing."""
+    content, _ = handler.server.objects[handler.path.lstrip("/")]
+    first, last = (int(number) for number in re.findall(r"\d+", handler.headers["Range"]))
+    part = content[first : last + 1]
+    mark = f'"{hashlib.md5(content).hexdigest()}"'
+    headers = {"ETag": mark, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}
+    handler.send(206, part, headers, only=len(part) // 2)
+
+
+def late(handler: Handler) -> bool:
+    time.sleep(1.5)
+    return False
+
+
+def refusing(status: int, code: str) -> Callable[[Handler], None]:
+    return lambda handler: handler.refuse(status, code)
+
+
+def said_of(at: str | Path, *, exit_code: int) -> str:
+    with pytest.raises(StoreError) as caught:
+        opened(at)
+    assert caught.value.exit_code == exit_code
+    return str(caught.value)
+
+
+PASSING = {
+    "error 500": refusing(500, "InternalError"),
+    "throttled": refusing(503, "SlowDown"),
+    "cut": cut,
+    "slow": late,
+}
+
+
+@pytest.mark.parametrize("kind", ["s3", "https"])
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_passes_is_asked_again_and_said(
+    store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
+    kind: str,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(web, "_TIMEOUT_S", 1)
+    monkeypatch.setattr(arrow, "_SILENT_S", 1.0)
+    put_tars(store, fashion(20), tmp_path)
+    images = opened(address(store, kind, "bucket/shards/val-{0..2}.tar"))
+    fine = [pixels for pixels, _ in images.__getitems__(range(20))]
+    assert images.reading_notes() == []
+    store.fault = failing(2, PASSING[fault])
+    assert all(one.equal(other) for one, (other, _) in zip(fine, images.__getitems__(range(20)), strict=True))
+    assert 1 <= len(pauses) <= 2
+    [note, *_] = images.reading_notes()
+    assert "requests failed and were sent again" in note
+    assert images.reading_notes() == []
+
+
+@pytest.mark.parametrize("kind", ["s3", "https"])
+def test_a_store_that_stays_away_ends_the_run_and_no_sample_is_left_out(
+    store: ObjectStore, tmp_path: Path, pauses: list[float], kind: str
+) -> None:
+    put_tars(store, fashion(20), tmp_path)
+    images = opened(address(store, kind, "bucket/shards/val-{0..2}.tar"))
+    store.fault = failing(math.inf, refusing(503, "SlowDown"))
+    with pytest.raises(StoreError, match=r"7 attempts in .* (SLOW_DOWN|SERVICE_UNAV|HTTP 503)") as caught:
+        images.__getitems__([4, 5])
+    assert caught.value.exit_code == EXIT_FAILED
+    assert pauses == sorted(pauses)
+    assert len(pauses) == 6
+    assert 15 < sum(pauses) < 60
+
+
+@pytest.mark.parametrize("kind", ["s3", "https"])
+def test_a_file_that_is_replaced_meanwhile_is_an_error(store: ObjectStore, tmp_path: Path, kind: str) -> None:
+    put_tars(store, fashion(20), tmp_path)
+    images = opened(address(store, kind, "bucket/shards/val-{0..2}.tar"))
+    images.__getitems__([4])
+    content = store.objects["bucket/shards/val-2.tar"][0]
+    store.put("bucket/shards/val-2.tar", content[:-600] + b"x" + content[-599:])
+    with pytest.raises(OSError, match="has changed since the run started"):
+        images.__getitems__([4])
+    images.__getitems__([0, 1, 2])
+    del store.objects["bucket/shards/val-2.tar"]
+    with pytest.raises(OSError, match=r"No such|has changed"):
+        images.__getitems__([5])
+
+
+REFUSALS = {
+    (403, "ExpiredToken"): "the credentials have expired",
+    (403, "AccessDenied"): "access denied .* AWS_ACCESS_KEY_ID may read it",
+    (403, "InvalidAccessKeyId"): "does not know the access key",
+    (403, "SignatureDoesNotMatch"): "the secret key is wrong",
+    (403, "RequestTimeTooSkewed"): "clock is wrong",
+    (301, "PermanentRedirect"): "another region.* Set AWS_REGION",
+    (404, "NoSuchBucket"): "there is no such bucket",
+}
+
+
+@pytest.mark.parametrize("status, code", REFUSALS)
+def test_refusals_of_s3_say_what_to_do(store: ObjectStore, tmp_path: Path, status: int, code: str) -> None:
+    put_tars(store, fashion(4), tmp_path)
+    images = opened("s3://bucket/shards")
+    store.fault = failing(math.inf, refusing(status, code))
+    assert re.search(REFUSALS[status, code], said_of("s3://bucket/shards/val-0.tar", exit_code=EXIT_USAGE))
+    if code != "NoSuchBucket":
+        with pytest.raises(StoreError, match=REFUSALS[status, code]):
+            images.__getitems__([0])
+
+
+def test_without_credentials_it_is_said_which_there_are(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    store.fault = failing(math.inf, refusing(403, "AccessDenied"))
+    said = said_of("s3://bucket/val.tar", exit_code=EXIT_USAGE)
+    assert "None of AWS_ACCESS_KEY_ID" in said
+    assert "AWS_NO_SIGN_REQUEST=YES" in said
+
+
+def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(4), tmp_path)
+    for at in ("s3://bucket/no.tar", f"{store.endpoint}/bucket/no.tar"):
+        with pytest.raises(UsageError, match=rf"--data {at} does not exist"):
+            opened(at)
+    with pytest.raises(UsageError, match=r"1 of 4 shards are missing: s3://bucket/shards/val-3.tar"):
+        opened("s3://bucket/shards/val-{0..3}.tar")
+    assert "no such bucket" in said_of("s3://other/a.tar", exit_code=EXIT_USAGE)
+
+
+def test_servers_without_ranges_or_marks_are_refused(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(4), tmp_path)
+    at = f"{store.endpoint}/bucket/shards/val-0.tar"
+    store.has_marks = False
+    assert "neither ETag nor Last-Modified" in said_of(at, exit_code=EXIT_USAGE)
+    store.has_ranges, store.has_marks = False, True
+    assert "ignores ranges" in said_of(at, exit_code=EXIT_USAGE)
+    assert "ignores ranges" in said_of("s3://bucket/shards/val-0.tar", exit_code=EXIT_FAILED)
+
+
+def test_hosts_certificates_and_proxies_that_are_wrong(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "the host is not known" in said_of("https://nowhere.invalid/a.tar", exit_code=EXIT_USAGE)
+    port = store.server_address[1]
+    assert "no secure connection" in said_of(f"https://127.0.0.1:{port}/a.tar", exit_code=EXIT_USAGE)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://127.0.0.1:{port}")
+    arrow._make.cache_clear()
+    assert "no secure connection" in said_of("s3://bucket/a.tar", exit_code=EXIT_USAGE)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://nowhere.invalid")
+    arrow._make.cache_clear()
+    assert "the host is not known" in said_of("s3://bucket/a.tar", exit_code=EXIT_USAGE)
+    monkeypatch.setenv("HTTPS_PROXY", store.endpoint)
+    assert "proxy of HTTPS_PROXY refuses" in said_of("https://nowhere.invalid/a.tar", exit_code=EXIT_USAGE)
+
+
+def test_redirects_are_followed_to_safe_addresses_alone(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(20), tmp_path)
+
+    def lead(handler: Handler) -> bool:
+        name = handler.path.rpartition("/")[2]
+        if handler.path.startswith("/led/"):
+            handler.send(302, b"", {"Location": f"{to}/{name}?Signature=hidden"})
+        return handler.path.startswith("/led/")
+
+    to, store.fault = f"{store.endpoint}/bucket/shards", lead
+    assert len(opened(f"{store.endpoint}/led/val-{{0..2}}.tar").__getitems__(range(20))) == 20
+    to = "http://elsewhere.invalid"
+    said = said_of(f"{store.endpoint}/led/val-0.tar", exit_code=EXIT_USAGE)
+    assert "leads to http://elsewhere.invalid/val-0.tar, expected" in said
+    assert "hidden" not in said
+
+
+def test_a_fork_opens_its_own(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(20), tmp_path)
+    images = opened("s3://bucket/shards")
+    here = [pixels for pixels, _ in images.__getitems__(range(20))]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        there = pool.starmap_async(_read, [(images, part) for part in ([*range(10)], [*range(10, 20)])]).get(
+            60
+        )
+    assert [each.tolist() for each in here] == [each for part in there for each in part]
+
+
+def _read(images: PackedImages, part: list[int]) -> list[object]:
+    return [pixels.tolist() for pixels, _ in images.__getitems__(part)]
+
+
+# -- addresses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("s3://me:hidden@bucket/a.tar", "s3://bucket/a.tar has a user or password"),
+        ("https://host/a.tar?X-Amz-Signature=hidden", "https://host/a.tar has a query"),
+        ("az://c/a.tar?sig=hidden", "az://c/a.tar has a query"),
+        ("http://host/a.tar", "http://host/a.tar: over http:// anyone"),
+        ("s3://bucket", "s3://bucket names no file. Expected s3://BUCKET/PATH"),
+        ("ftp://me:hidden@host/a?hidden", "ftp://host/a is a URL, expected a path"),
+    ],
+)
+def test_addresses_that_are_not_read_are_refused_without_their_secrets(url: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_url("--data", url)
+    assert said in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/a{0..3}.tar", "gs://b/x y", "az://b/a", "https://h:1/a", "http://localhost/a"]
+)
+def test_addresses_survive_paths(url: str) -> None:
+    check_url("--data", url)
+    assert url_of(Path(url)) == url_of(url) == url
+    path = place_of(Path(url))
+    assert str(path) == f"{path}" == url
+    assert str(path / "b") == f"{url}/b"
+    assert path.absolute() == path == pickle.loads(pickle.dumps(path))  # noqa: S301 - of this test
+
+
+def test_out_in_a_store_is_refused_with_what_to_do() -> None:
+    done = CliRunner().invoke(command, ["run", "--out", "s3://bucket/run?sig=hidden"])
+    assert str(done.exception).endswith(
+        "--out s3://bucket/run is a URL, and results are written to a disk. Give a folder, and copy it to "
+        "the store when the run is done."
+    )
+    assert isinstance(done.exception, UsageError)
