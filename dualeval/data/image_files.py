@@ -267,10 +267,11 @@ class ImageFiles:
         """What some of the files have that is left out where they are read."""
         places = range(0, len(self), -(-len(self) // _LOOKED_INTO) or 1)
         by_kind: dict[str, list[int]] = {}
+        opened = self._openings(places)
         for place in places:
             # The loop names what cannot be read; a pipe is not waited for.
             if self._is_file(place):
-                with suppress(OSError, ValueError), self.opened(place) as file:
+                with suppress(OSError, ValueError), opened(place) as file:
                     for kind in left_out_of(file, self.preprocessing):
                         by_kind.setdefault(kind, []).append(place)
         of = f"of {counted(len(places), 'picture')} looked into"
@@ -290,6 +291,10 @@ class ImageFiles:
     def _image(self, index: int) -> Tensor:
         with self.opened(index) as file:
             return read_pixels(file, self.preprocessing)
+
+    def _openings(self, places: Sequence[int]) -> Callable[[int], AbstractContextManager[IO[bytes]]]:
+        """``opened`` for these images, which may have been read at once."""
+        return self.opened
 
     @contextmanager
     def opened(self, index: int) -> Iterator[IO[bytes]]:

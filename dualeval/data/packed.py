@@ -93,6 +93,13 @@ class PackedImages(WithColumns, ImageFiles):
             for index in indices
         ]
 
+    def _openings(self, places: Sequence[int]) -> Callable[[int], AbstractContextManager[IO[bytes]]]:
+        try:
+            read = self._pieces.together(places)
+        except OSError:
+            return self.opened  # one of them is no more; the loop names it
+        return lambda place: io.BytesIO(read(place))
+
     def reading_notes(self) -> list[str]:
         """What had to be read again."""
         return notes()

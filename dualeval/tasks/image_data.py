@@ -13,7 +13,6 @@ from torch import from_numpy
 from dualeval.data.labels import imagenet_wnids, indices_of_classes
 from dualeval.data.set_names import IMAGENET, KINDS, SETS, Kind, kind_at, named_set
 from dualeval.data.small_images import FASHION_MNIST_CLASSES, SmallImages, read_idx
-from dualeval.data.stores.path import place_of
 from dualeval.errors import UsageError
 from dualeval.options.fields import flag_of
 from dualeval.urls import url_of
@@ -37,8 +36,12 @@ class DataSource:
     def __init__(self, options: ImageClassificationOptions) -> None:
         self._options = options
         data = ASSETS if options.data is None else options.data
-        self._path = place_of(data)
-        self._named = None if url_of(data) else named_set(str(data), options.split)
+        if url_of(data):
+            from dualeval.data.stores.path import place_of
+
+            self._named, self._path = None, place_of(data)
+        else:
+            self._named, self._path = named_set(str(data), options.split), Path(data)
         # Whether it is the test set that ships with this package.
         self.is_embedded = self._named is None and self._path.resolve() == ASSETS and options.split != "train"
         if (named := self._named) is not None:

@@ -25,7 +25,7 @@ from dualeval.data.stores.requests import Patience
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, StoreError, UsageError
 from dualeval.tasks.labels import FolderLabels
 from dualeval.urls import check_url, url_of
-from tests.vehicles.object_store import Handler, ObjectStore, object_store
+from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
 from tests.vehicles.packed_pictures import Pictures, as_tars, fashion
 
 BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
@@ -35,11 +35,10 @@ BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The credentials of the test's own store, and nobody's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "HTTPS_PROXY"):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -63,8 +62,7 @@ def store(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Iterator[Obje
 
 def put_tars(store: ObjectStore, pictures: Pictures, home: Path) -> None:
     as_tars(pictures, home)
-    for path in (home / "shards").iterdir():
-        store.put(f"bucket/shards/{path.name}", path.read_bytes())
+    put_all(store, home, "bucket")
 
 
 def opened(at: str | Path) -> PackedImages:

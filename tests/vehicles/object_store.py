@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 # What answers a request in place of the store: it gets the handler, and returns whether it has answered.
@@ -176,8 +177,17 @@ def object_store() -> Iterator[ObjectStore]:
             thread.join(10)
 
 
-def folder_of(store: ObjectStore, bucket: str, files: dict[str, bytes]) -> str:
-    """Put files below a bucket; gives their address of S3."""
-    for name, content in files.items():
-        store.put(f"{bucket}/{name}", content)
-    return f"s3://{quote(bucket)}"
+# What a process needs to read from such a store of its test; nothing else of the machine counts.
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def put_all(store: ObjectStore, folder: Path, bucket: str) -> None:
+    """Put the files below a folder into a bucket."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put(f"{bucket}/{path.relative_to(folder).as_posix()}", path.read_bytes())

@@ -185,7 +185,7 @@ def _meaning(url: str, error: OSError) -> Exception:
     for pattern, what, advice in _MEANINGS:
         if re.search(pattern, said):
             return StoreError(f"{url}: {what} ({said}). {advice.format(_who())}.")
-    if isinstance(error, FileNotFoundError) or re.search("NO_SUCH_KEY|NoSuchKey|BlobNotFound", said):
+    if isinstance(error, FileNotFoundError) or re.search("NO_SUCH_KEY|NoSuchKey|NotFound|NOT_FOUND", said):
         return FileNotFoundError(2, "No such object", url)
     if _LOST_ANSWER.search(said):
         return Again("more bytes were sent than asked for: an error, or a server that ignores ranges")

@@ -37,6 +37,9 @@ class StorePath(PosixPath):
     def absolute(self) -> StorePath:
         return self
 
+    def resolve(self, strict: bool = False) -> StorePath:
+        return self
+
     @cached_property
     def found(self) -> Found:
         """The file as it was when this was first asked; FileNotFoundError where it is not there."""
@@ -58,13 +61,14 @@ class StorePath(PosixPath):
     def _is_folder(self) -> bool:
         return asked(str(self), lambda: store_of(str(self)).is_folder(str(self)))
 
+    @cached_property
     def entries(self) -> list[tuple[str, int, int]]:
         """Of all files below a folder the path from there, size, and time of change in ns, by path."""
         return sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
 
     def glob(self, pattern: str, **_: Any) -> Iterator[Path]:  # type: ignore[override]
         """The files in the folder itself."""
-        names = (name for name, *_ in self.entries() if "/" not in name)
+        names = (name for name, *_ in self.entries if "/" not in name)
         return (self / name for name in names if fnmatch.fnmatchcase(name, pattern))
 
     def stat(self, **_: Any) -> os.stat_result:
