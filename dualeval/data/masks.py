@@ -23,9 +23,11 @@ from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
 from dualeval.data.image_paths import EXTENSIONS, PassedOver, images_in
 from dualeval.data.labels import indices_of_classes
+from dualeval.data.masked_shards import find_masked
+from dualeval.data.packed import PackedImages
 from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation
-from dualeval.data.set_names import is_table
+from dualeval.data.set_names import is_table, is_tar
 from dualeval.data.table import AS_USUAL, TableOptions, column_of, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, first_of
@@ -341,6 +343,26 @@ def open_masked(
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""
+    targets: npt.NDArray[np.int64]
+    common: dict[str, Any] = {"labels": indices_of_classes(), "preprocessing": preprocessing, "cache": cache}
+    if is_tar(data):
+        if masks is not None or any(columns):
+            raise UsageError(
+                f"--masks, --path-column and --mask-column do not apply to --data {data}: in tar shards a "
+                "mask lies beside its picture, as a.png beside a.jpg. Leave them out."
+            )
+        options.refuse_quoting(data)
+        index = cache.once(("masked shards", data.absolute()), lambda: find_masked(data))
+        targets = np.zeros(len(index.names), np.int64)
+        pictures, of_masks = (
+            PackedImages(pieces, data, index.names, targets, whole_files=whole, **common)
+            # All bytes of masks, as below.
+            for pieces, whole in zip(index.pieces, (whole_files, True), strict=True)
+        )
+        none = np.empty(0, np.int64)
+        return MaskedPictures(
+            pictures=pictures, masks=of_masks, rule=rule, table="", numbers=none, notes=tuple(index.notes)
+        )
     if is_table(data):
         roots = data.parent, masks or data.parent
         of_manifest = ("pictures and masks", data.absolute(), *columns, options)
@@ -356,8 +378,6 @@ def open_masked(
         of_folders = ("pictures and masks", *(root.absolute() for root in roots))
         pairs = cache.once(of_folders, lambda: _of_folders(*roots))
     targets = np.zeros(len(pairs.pictures), np.int64)
-    labels = indices_of_classes()
-    common: dict[str, Any] = {"labels": labels, "preprocessing": preprocessing, "cache": cache}
     masked = MaskedPictures(
         pictures=ImageFiles(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
         # All bytes: other pixels change neither the size nor the ends of a BMP or a TIFF.

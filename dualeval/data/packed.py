@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,29 +28,68 @@ from dualeval.errors import UsageError
 _OPEN_FILES = 8
 
 
-class Pieces(Protocol):
-    """The bytes of samples, wherever they lie."""
+# Size and time of change, in ns.
+State: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces(ABC):
+    """The bytes of samples, which lie in files at a place each: 8 bytes of memory a sample."""
+
+    # Absolute; of each its state when it was found: (files, 2).
+    files: Sequence[str]
+    states: npt.NDArray[np.int64]
+    # Where each ends, and where the samples are, in bytes or rows, as if the files were one.
+    ends: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    @abstractmethod
+    def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
+        """The size of a sample, and a function of a count and an offset in it that reads its bytes.
+
+        Raises OSError where they are not there, or their file has changed since it was found.
+        """
+
+    @abstractmethod
+    def sizes(self, count: int) -> list[int]:
+        """The sizes of the first samples, or of what holds each."""
 
     def read(self, index: int) -> bytes:
-        """All bytes of a sample; OSError where they are not there, or have changed since they were found."""
+        """All bytes of a sample."""
+        size, read = self.part(index)
+        return read(size, 0)
 
     def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
         """``read`` for some samples, which may have been read at once before this returns."""
-
-    def sizes(self, count: int) -> Sequence[int]:
-        """The sizes of the first samples in bytes, or what is said of each instead."""
+        return self.read
 
     def digest(self, index: int, *, whole: bool) -> bytes:
-        """As ``digest_of``, of a sample's bytes; or of more that stands for them."""
+        """As ``digest_of``, of a sample."""
+        return digest_of(*self.part(index), whole=whole)
 
     def where(self, index: int) -> str:
         """The file that holds a sample."""
+        return self.find(index)[0]
+
+    def find(self, index: int) -> tuple[str, State, int]:
+        """A sample's file, that file's state, and the sample's place in it."""
+        place = int(self.places[index])
+        number = int(np.searchsorted(self.ends, place, side="right"))
+        size, time = self.states[number].tolist()
+        return self.files[number], (size, time), place - (int(self.ends[number - 1]) if number else 0)
 
     def seen(self, samples: range) -> bytes:
-        """What tells these samples from any others, as long as their files are unchanged."""
+        """What tells samples from any others, as long as their files are unchanged."""
+        return self.states.tobytes() + self.places[samples.start : samples.stop].tobytes()
 
     def select(self, indices: npt.NDArray[np.int64]) -> Pieces:
         """Those of some samples, in this order."""
+        return replace(self, places=self.places[indices])
+
+
+def states_of(paths: Sequence[Path]) -> npt.NDArray[np.int64]:
+    """As of ``Pieces``."""
+    return np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
 
 
 class PackedImages(WithColumns, ImageFiles):
@@ -101,7 +141,7 @@ class PackedImages(WithColumns, ImageFiles):
         return lambda place: io.BytesIO(read(place))
 
     def reading_notes(self) -> list[str]:
-        """What had to be read again."""
+        """What had to be asked for again."""
         return notes()
 
     @contextmanager
@@ -165,65 +205,31 @@ class Labelled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilePieces:
-    """Bytes that lie in files as they are, read by their offsets: 12 bytes of memory a sample."""
+class FilePieces(Pieces):
+    """Bytes that lie in files as they are: 12 bytes of memory a sample."""
 
-    # Absolute; of each its size and time of change, in ns, when they were found: (files, 2).
-    files: Sequence[str]
-    states: npt.NDArray[np.int64]
-    # The offset of each sample, as if the files stood one behind the other, and its size.
-    offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.uint32]
 
-    @property
-    def _ends(self) -> npt.NDArray[np.int64]:
-        return np.cumsum(self.states[:, 0])
-
-    def _place(self, index: int) -> tuple[int, int, int]:
-        """The number of a sample's file, and its offset and size there."""
-        offset, ends = int(self.offsets[index]), self._ends
-        file = int(np.searchsorted(ends, offset, side="right"))
-        before = int(ends[file - 1]) if file else 0
-        return file, offset - before, int(self.lengths[index])
-
-    def where(self, index: int) -> str:
-        return self.files[self._place(index)[0]]
-
-    def read(self, index: int) -> bytes:
-        return self._part(index)(int(self.lengths[index]), 0)
-
-    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
-        return self.read
-
-    def _part(self, index: int) -> Callable[[int, int], bytes]:
-        """A function of a count and an offset in the sample that reads its bytes."""
-        file, first, size = self._place(index)
-        state = tuple(self.states[file].tolist())
-        held = _opened(self.files[file], state)
-        check_unchanged(self.files[file], state, held.number)
+    def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
+        file, state, first = self.find(index)
+        size, held = int(self.lengths[index]), _opened(file, state)
+        check_unchanged(file, state, held.number)
 
         def read(count: int, offset: int) -> bytes:
             count = max(0, min(count, size - offset))
             data = os.pread(held.number, count, first + offset)
             if len(data) < count:
-                raise OSError(f"{self.files[file]} ends within the sample")
+                raise OSError(f"{file} ends within the sample")
             return data
 
-        return read
+        return size, read
 
-    def sizes(self, count: int) -> Sequence[int]:
+    def sizes(self, count: int) -> list[int]:
         sizes: list[int] = self.lengths[:count].tolist()
         return sizes
 
-    def digest(self, index: int, *, whole: bool) -> bytes:
-        return digest_of(int(self.lengths[index]), self._part(index), whole=whole)
-
-    def seen(self, samples: range) -> bytes:
-        part = slice(samples.start, samples.stop)
-        return self.states.tobytes() + self.offsets[part].tobytes() + self.lengths[part].tobytes()
-
-    def select(self, indices: npt.NDArray[np.int64]) -> FilePieces:
-        return replace(self, offsets=self.offsets[indices], lengths=self.lengths[indices])
+    def select(self, indices: npt.NDArray[np.int64]) -> Pieces:
+        return replace(self, places=self.places[indices], lengths=self.lengths[indices])
 
 
 class _Opened:
@@ -237,6 +243,6 @@ class _Opened:
 
 
 @lru_cache(_OPEN_FILES)
-def _opened(path: str, state: tuple[int, int]) -> _Opened:
+def _opened(path: str, state: State) -> _Opened:
     """A file in this state, kept open for the next samples."""
     return _Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualeval.data.image_paths import is_image
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 from dualeval.urls import url_of
@@ -101,6 +102,8 @@ class Kind:
     # Options that are for it alone, and what it is.
     options: tuple[str, ...] = ()
     what: str = ""
+    # Whether samples have further columns, as --keep has them.
+    has_columns: bool = False
     # Whether they are held in memory, as they are stored; their labels are indices of classes.
     in_memory: bool = False
     # Whether they may lie in an object store or on the web.
@@ -112,9 +115,11 @@ def has_idx(folder: Path) -> bool:
     return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
 
 
-_OF_COLUMNS, _COLUMNS = ("path_column", "label_column"), "pictures in Parquet"
-_OF_MANIFEST = ("image_root", "path_column", "label_column", "quoting")
-_MANIFEST = f"a manifest, a file that ends with {', '.join(TABLES)}"
+_OF_COLUMNS: dict[str, Any] = {"options": ("path_column", "label_column"), "what": "pictures in columns"}
+_OF_MANIFEST: dict[str, Any] = {
+    "options": ("image_root", "path_column", "label_column", "quoting"),
+    "what": f"a manifest, a file that ends with {', '.join(TABLES)}",
+}
 # How tar files that are compressed end.
 _PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
 
@@ -125,12 +130,13 @@ def is_tar(path: Path) -> bool:
 
 
 def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
-    """Whether a folder holds shards, and no folder to be seen, which would be a class."""
+    """Whether a folder holds shards, and neither pictures nor a folder to be seen, which would be a class."""
     if url_of(folder):
         names = [name for name, *_ in folder.entries]  # type: ignore[attr-defined] # a StorePath
-        return any(map(is_shard, names)) and not any("/" in name for name in names)
+        return any(map(is_shard, names)) and not any("/" in name or is_image(name) for name in names)
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    return any(is_shard(entry.name) for entry in entries) and not any(entry.is_dir() for entry in entries)
+    others = (entry.is_dir() or is_image(entry.name) for entry in entries)
+    return any(is_shard(entry.name) for entry in entries) and not any(others)
 
 
 def is_tar_name(name: str) -> bool:
@@ -160,6 +166,12 @@ def has_picture_column(path: Path) -> bool:
     return any(is_picture_type(each.type) for each in schema)
 
 
+def is_mds(folder: Path) -> bool:
+    """Whether a folder has the index of MosaicML's shards."""
+    index = folder / "index.json"
+    return index.is_file() and b'"mds"' in index.read_bytes()
+
+
 def is_parquet_name(name: str) -> bool:
     """Whether a name is that of a Parquet file."""
     return name.lower().endswith(".parquet")
@@ -173,8 +185,9 @@ def is_picture_type(kind: Any) -> bool:
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
-    "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, options=_OF_COLUMNS, what=_COLUMNS),
-    "manifest": Kind(module="manifest", is_at=is_table, options=_OF_MANIFEST, what=_MANIFEST, in_stores=True),
+    "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, has_columns=True, **_OF_COLUMNS),
+    "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
+    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(
         module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)", in_stores=True

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns.of_data import KeptColumns
-from dualeval.data.labels import ClassMap, KnownClasses, Labels, indices_of_classes
+from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, imagenet_wnids, indices_of_classes
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
 
@@ -78,7 +78,12 @@ class TableLabels:
         """
         known, by_name = label.known, label.class_map is not None or label.order is not None
         names = label.class_map.classes if label.class_map else known.names if known else ()
-        values = [value for _, value in self._places]
+        # Of indices whose names are wnids these say more: a part of ImageNet's classes has other indices.
+        wnids = self._class_names if are_wnids(self._class_names, imagenet_wnids()) else ()
+        values = [
+            wnids[value] if kind is int and value in range(len(wnids)) else value
+            for kind, value in self._places
+        ]
         texts = [self._text(*each, names) for each in zip(self._numbers, values, strict=True)]
         if not ({*texts} & {*names} if label.class_map else not by_name and _named(texts, known)):
             texts = _as_whole(texts, bools=label.order != "name" if by_name else of_model)
@@ -99,8 +104,8 @@ class TableLabels:
                     )
         first = dict(zip(reversed(texts), reversed(self._numbers), strict=True))
         # In the order of rows a model's own names have been since their identity was made.
-        folders = list(dict.fromkeys(texts)) if of_model and not by_name else sorted(first)
-        labels = label(folders, "label", lambda text: f"{self._row(first[text])}: ")
+        folders = list(dict.fromkeys(texts)) if of_model and not by_name else sorted({*first, *wnids})
+        labels = label(folders, "label", lambda text: f"{self._row(first.get(text, self._numbers[0]))}: ")
         return labels, [labels.classes.get(text, LEFT_OUT) for text in texts]
 
     def _indices(

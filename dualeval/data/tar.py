@@ -180,6 +180,13 @@ class TarReader:
             "it again."
         )
 
+    def incomplete(self, sample: str, there: str, missing: str) -> UsageError:
+        """The error of a sample that lacks a part."""
+        return UsageError(
+            f"{self._path}: the sample {sample!r} has {there} and no {missing}. Add it, or leave the sample "
+            "out. The files of a sample lie side by side in a shard, as tar --sort=name packs them."
+        )
+
     def refused(self, name: bytes, fault: str, mend: str) -> UsageError:
         """The error of a member."""
         return UsageError(f"{self._path}: the member {os.fsdecode(name)!r} {fault}. {mend}.")

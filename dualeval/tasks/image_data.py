@@ -100,7 +100,7 @@ class DataSource:
             read = _embedded if self.is_embedded else partial(self._open, split=options.split)
             images: SmallImages = read() if cache is None else cache.once(key, read)
             return images if images.labels.names else images.with_labels(indices_of_classes((), label.known))
-        named = (*self._kind.options, *(("keep",) if "label_column" in self._kind.options else ()))
+        named = (*self._kind.options, *(("keep",) if self._kind.has_columns else ()))
         of_kind = {name: getattr(options, name) for name in named}
         files: ImageFiles = self._open(label=label, whole_files=whole_files, cache=cache, **of_kind)
         return files

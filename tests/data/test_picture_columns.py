@@ -41,7 +41,8 @@ def pictures() -> Pictures:
 
 
 def opened(at: Path, **options: Any) -> PackedImages:
-    label = FolderLabels(class_map=options.pop("map", None), order=None, num_classes=None, of_weights=None)
+    classes = options.pop("num_classes", None)
+    label = FolderLabels(class_map=None, order=None, num_classes=classes, of_weights=None)
     usual: dict[str, Any] = {"path_column": None, "label_column": None, "keep": (), "whole_files": False}
     images = hugging_face.open_images(at, label=label, cache=None, **{**usual, **options})
     images.preprocessing = SMALL
@@ -80,6 +81,21 @@ def test_columns_are_read_as_the_folder(tmp_path: Path, pictures: Pictures, form
     assert some.columns([1]) == data.columns([2])
     assert some.__getitems__([0])[0][0].equal(data.__getitems__([30])[0][0])
     assert data.path(39) == f"{data._pieces.where(39)}, {folder.id(39)}"
+
+
+def test_names_that_are_wnids_say_which_classes_they_are(tmp_path: Path, pictures: Pictures) -> None:
+    """As the folders that datasets made them of: the second of two is not ImageNet's class 1."""
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["n01440764", "n02099601", "n15075141"]),
+        }
+    )
+    rows = [{"image": {"bytes": pictures[0][1], "path": str(label)}, "label": label} for label in (2, 1)]
+    table = datasets.Dataset.from_list(rows, features=features).data.table
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    assert opened(tmp_path / "x.parquet").targets.tolist() == [2, 1]
+    assert opened(tmp_path / "x.parquet", num_classes=1000).targets.tolist() == [999, 207]
 
 
 def test_a_row_group_is_read_once_for_its_samples(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dualeval.data import tar_index
 from dualeval.data.image_sets import tar_shards
 from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.packed import PackedImages
@@ -192,7 +193,7 @@ def test_other_members_are_passed_over_with_a_note(tmp_path: Path) -> None:
 def test_an_index_is_kept_and_made_again_after_a_change(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tar_shards, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 1)
     path = pack(tmp_path / "x.tar", samples(0, 20))
     first = opened(path)
     (kept,) = cache_folder.iterdir()
@@ -238,7 +239,7 @@ def test_a_shard_that_changes_is_an_error_of_its_samples(tmp_path: Path) -> None
 def test_no_more_than_60_bytes_a_sample(tmp_path: Path) -> None:
     data = opened(pack(tmp_path / "x.tar", samples(0, 100)))
     pieces: Any = data._pieces
-    arrays = (pieces.offsets, pieces.lengths, data.targets)
+    arrays = (pieces.places, pieces.lengths, data.targets)
     names = len("000000.png") + 8
     assert sum(array.itemsize for array in arrays) + names <= 60
 
@@ -254,7 +255,7 @@ def test_a_sample_without_a_part_is_named(tmp_path: Path) -> None:
     pack(path, {name: each for name, each in members.items() if name != "000001.png"})
     assert "the sample '000001' has .cls and no picture" in refused(path)
     pack(path, {**members, "000002.jpg": b"x"})
-    assert "the sample '000002' has .png and .jpg: keep one picture of it" in refused(path)
+    assert "the member '000002.jpg' is a second picture of '000002'. Keep one of them" in refused(path)
     pack(path, {"a/1.jpg": b"x", "b/1.jpg": b"x"})
     assert f"mkdir val; tar -xf {path} -C val" in refused(path)
     pack(path, {"a.txt": b"x"})

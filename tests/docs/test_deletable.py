@@ -70,7 +70,9 @@ PARTS = {
         "tasks/image_data.py",
         tied="the embedded job and evaluate(model=..., data=PATH), thus the door, are of this task",
     ),
-    "task segmentation": task("segmentation", "data/masks.py", "models/segmenters.py"),
+    "task segmentation": task(
+        "segmentation", "data/masks.py", "data/masked_shards.py", "models/segmenters.py"
+    ),
     "task detection": Part(
         files=["tasks/detection", "tasks/options/detection.py", "metrics/detection"],
         lines={
@@ -107,6 +109,7 @@ PARTS = {
     "data manifests": images("manifest"),
     "data tar shards": images("tar_shards"),
     "data hugging face": images("hugging_face"),
+    "data mds": images("mds"),
 }
 # Quick tests that name none of the parts.
 _SMOKE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -105,8 +106,44 @@ def as_saved(pictures: Pictures, home: Path) -> Path:
     return folder
 
 
+def as_mds(pictures: Pictures, home: Path, *, packed: bool = False) -> Path:
+    """Two shards of MosaicML's streaming, as its writer has them."""
+    folder = home / ("mds-zstd" if packed else "mds")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for number, part in enumerate((pictures[:17], pictures[17:])):
+        samples = [
+            len(content).to_bytes(4, "little") + content + int(name[:1]).to_bytes(8, "little")
+            for name, content in part
+        ]
+        config = b'{"version": 2}'
+        ends = [8 + 4 * len(samples) + len(config)]
+        for sample in samples:
+            ends.append(ends[-1] + len(sample))
+        numbers = b"".join(each.to_bytes(4, "little") for each in (len(samples), *ends))
+        content, name = numbers + config + b"".join(samples), f"shard.{number:05}.mds"
+        if packed:
+            (folder / f"{name}.zstd").write_bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
+        else:
+            (folder / name).write_bytes(content)
+        shards.append(
+            {
+                "column_encodings": ["png", "int"],
+                "column_names": ["image", "label"],
+                "column_sizes": [None, 8],
+                "format": "mds",
+                "samples": len(samples),
+                "raw_data": {"basename": name, "bytes": len(content)},
+                "zip_data": {"basename": f"{name}.zstd"} if packed else None,
+            }
+        )
+    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+    return folder
+
+
 FORMS: Mapping[str, Callable[[Pictures, Path], Path]] = {
     "tar": as_tars,
     "parquet": as_parquet,
     "saved": as_saved,
+    "mds": as_mds,
 }

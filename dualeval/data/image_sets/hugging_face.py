@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ import pyarrow.parquet
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, check_unchanged, digest_of
-from dualeval.data.packed import Labelled, PackedImages
+from dualeval.data.packed import Labelled, PackedImages, Pieces, State, states_of
 from dualeval.data.set_names import LABEL_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
 from dualeval.data.table import class_names_in, column_of
@@ -40,6 +40,7 @@ _ROWS_AT_ONCE = 1 << 14
 # Row groups and mapped files that a process keeps.
 _GROUPS, _MAPPED = 2, 8
 _LARGE = 2**30
+_T = TypeVar("_T")
 
 
 def open_images(
@@ -99,8 +100,7 @@ def _rows(
     further: FurtherColumns,
 ) -> Labelled:
     """Read all but the pictures themselves."""
-    names, codes, starts = FileNames(), array("i"), [0]
-    states = np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
+    names, codes, starts, states = FileNames(), array("i"), [0], states_of(paths)
 
     def where(number: int) -> str:
         file = int(np.searchsorted(starts, number, side="right")) - 1
@@ -129,8 +129,8 @@ def _rows(
     pieces = kind(
         files=[str(path.absolute()) for path in paths],
         states=states,
-        starts=np.array(starts[:-1], np.int64),
-        rows=np.arange(len(codes)),
+        ends=np.array(starts[1:], np.int64),
+        places=np.arange(len(codes)),
         column=picture,
     )
     return Labelled(
@@ -148,19 +148,10 @@ def _is_plain(kind: pyarrow.DataType) -> bool:
     return not (types.is_nested(kind) or types.is_binary(kind) or types.is_large_binary(kind))
 
 
-State: TypeAlias = tuple[int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Cells(ABC):
-    """Pictures in rows of files: 8 bytes of memory a sample."""
+class _Cells(Pieces):
+    """Pictures in rows of files."""
 
-    # Absolute; of each its size and time of change, in ns, when they were found: (files, 2).
-    files: Sequence[str]
-    states: npt.NDArray[np.int64]
-    # The number of each file's first row, and each sample's row, as if all stood in one file.
-    starts: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
     column: str
 
     @staticmethod
@@ -178,60 +169,33 @@ class _Cells(ABC):
     def batches(path: Path, picture: str, columns: Sequence[str]) -> Iterator[Any]:
         """The rows of a file: some columns, and the paths in that of the pictures."""
 
-    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
-        return self.read
-
     @abstractmethod
-    def sizes(self, count: int) -> Sequence[int]:
-        """Of the first samples, or of the row groups that hold them."""
-
-    @abstractmethod
-    def _cell(self, file: str, state: State, row: int) -> Any:
+    def cell(self, file: str, state: State, row: int) -> Any:
         """What Arrow has of a row's picture."""
 
     def notes(self) -> list[str]:
         """Sentences for people."""
         return []
 
-    def _states(self) -> Iterator[tuple[str, State]]:
+    def of_files(self, function: Callable[[str, State, str], _T]) -> list[_T]:
+        """What a function of a file, its state and the column gives for each."""
         states = self.states.tolist()
-        return ((file, (size, time)) for file, (size, time) in zip(self.files, states, strict=True))
+        return [
+            function(file, (size, time), self.column)
+            for file, (size, time) in zip(self.files, states, strict=True)
+        ]
 
-    def _place(self, index: int) -> tuple[str, State, int]:
-        """A sample's file, the file's state, and its row there."""
-        row = int(self.rows[index])
-        number = int(np.searchsorted(self.starts, row, side="right")) - 1
-        size, time = self.states[number].tolist()
-        return self.files[number], (size, time), row - int(self.starts[number])
-
-    def where(self, index: int) -> str:
-        return self._place(index)[0]
-
-    def _buffer(self, index: int) -> Any:
-        file, state, row = self._place(index)
+    def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
+        file, state, row = self.find(index)
         check_unchanged(file, state, file)
         try:
-            cell = self._cell(file, state, row)
+            cell = self.cell(file, state, row)
             data = cell["bytes"].as_buffer() if cell.is_valid else None
         except pyarrow.ArrowException as error:
             raise OSError(f"{file}, row {row + 1}: {error}") from error
         if data is None:
             raise OSError(f"{file}, row {row + 1} has no bytes: pictures that it names by paths are not read")
-        return data
-
-    def read(self, index: int) -> bytes:
-        data: bytes = self._buffer(index).to_pybytes()
-        return data
-
-    def digest(self, index: int, *, whole: bool) -> bytes:
-        data = self._buffer(index)
-        return digest_of(data.size, lambda count, offset: bytes(data[offset : offset + count]), whole=whole)
-
-    def seen(self, samples: range) -> bytes:
-        return self.states.tobytes() + self.rows[samples.start : samples.stop].tobytes()
-
-    def select(self, indices: npt.NDArray[np.int64]) -> _Cells:
-        return replace(self, rows=self.rows[indices])
+        return data.size, lambda count, offset: data[offset : offset + count].to_pybytes()
 
 
 # -- Parquet ---------------------------------------------------------------------------------------------
@@ -254,16 +218,13 @@ class _ParquetCells(_Cells):
                 _ROWS_AT_ONCE, columns=[f"{picture}.path", *columns], use_threads=False
             )
 
-    def _cell(self, file: str, state: State, row: int) -> Any:
+    def cell(self, file: str, state: State, row: int) -> Any:
         groups = _groups(file, state, self.column)
         number = int(np.searchsorted(groups[:, 0], row, side="right")) - 1
         return _row_group(file, state, number, self.column)[row - int(groups[number, 0])]
 
     def notes(self) -> list[str]:
-        largest = max(
-            (int(_groups(file, state, self.column)[:, 3].max(initial=0)) for file, state in self._states()),
-            default=0,
-        )
+        largest = max(int(groups[:, 3].max(initial=0)) for groups in self.of_files(_groups))
         if largest < _LARGE:
             return []
         return [
@@ -271,31 +232,25 @@ class _ParquetCells(_Cells):
             f"{_GROUPS}: written with row_group_size=100 they take less memory"
         ]
 
-    def _chunk(self, index: int) -> tuple[str, int, int, int]:
-        """Where the pictures of a sample's row group lie: file, offset, size; and the sample's row in it."""
-        file, state, row = self._place(index)
-        groups = _groups(file, state, self.column)
-        number = int(np.searchsorted(groups[:, 0], row, side="right")) - 1
-        first, offset, size, _ = groups[number].tolist()
-        return file, offset, size, row - first
-
-    def sizes(self, count: int) -> Sequence[int]:
+    def sizes(self, count: int) -> list[int]:
         # Of their row groups: those of the pictures would be known once all have been read.
+        starts = np.concatenate(([0], self.ends[:-1]))
         groups = [
-            _groups(file, state, self.column)[:, :3] + (start, 0, 0)
-            for (file, state), start in zip(self._states(), self.starts.tolist(), strict=True)
+            (each[:, 0] + start, each[:, 2])
+            for each, start in zip(self.of_files(_groups), starts.tolist(), strict=True)
         ]
-        of_all = np.concatenate(groups)
-        places = np.searchsorted(of_all[:, 0], self.rows[:count], side="right") - 1
-        sizes: list[int] = of_all[places, 2].tolist()
-        return sizes
+        firsts, sizes = map(np.concatenate, zip(*groups, strict=True))
+        of_rows: list[int] = sizes[np.searchsorted(firsts, self.places[:count], side="right") - 1].tolist()
+        return of_rows
 
     def digest(self, index: int, *, whole: bool) -> bytes:
         """Of the pictures' bytes only where all are asked for; else of the row group that holds them."""
         if whole:
             return super().digest(index, whole=whole)
-        file, offset, size, row = self._chunk(index)
-        return hashlib.sha256(_ends_of(file, offset, size) + str(row).encode()).digest()
+        file, state, row = self.find(index)
+        groups = _groups(file, state, self.column)
+        first, offset, size, _ = groups[np.searchsorted(groups[:, 0], row, side="right") - 1].tolist()
+        return hashlib.sha256(_ends_of(file, state, offset, size) + str(row - first).encode()).digest()
 
 
 @lru_cache(_MAPPED)
@@ -321,7 +276,7 @@ def _row_group(file: str, state: State, number: int, column: str) -> Any:
 
 
 @lru_cache(_GROUPS)
-def _ends_of(file: str, offset: int, size: int) -> bytes:
+def _ends_of(file: str, state: State, offset: int, size: int) -> bytes:
     with open(file, "rb") as parquet:  # noqa: PTH123 - a text
         return digest_of(
             size, lambda count, at: os.pread(parquet.fileno(), min(count, size), offset + at), whole=False
@@ -352,18 +307,13 @@ class _ArrowCells(_Cells):
         with pyarrow.memory_map(str(path)) as file:
             yield from pyarrow.ipc.open_stream(file)
 
-    def _cell(self, file: str, state: State, row: int) -> Any:
+    def cell(self, file: str, state: State, row: int) -> Any:
         return _mapped(file, state, self.column)[row]
 
-    def sizes(self, count: int) -> Sequence[int]:
-        lengths = [
-            pyarrow.compute.binary_length(
-                pyarrow.compute.struct_field(_mapped(file, state, self.column), "bytes")
-            )
-            for file, state in self._states()
-        ]
-        of_rows = np.concatenate([each.fill_null(0).to_numpy() for each in lengths])
-        sizes: list[int] = of_rows[self.rows[:count]].tolist()
+    def sizes(self, count: int) -> list[int]:
+        cells = (pyarrow.compute.struct_field(column, "bytes") for column in self.of_files(_mapped))
+        lengths = [pyarrow.compute.binary_length(each).fill_null(0).to_numpy() for each in cells]
+        sizes: list[int] = np.concatenate(lengths)[self.places[:count]].tolist()
         return sizes
 
 

@@ -41,7 +41,7 @@ class SegmentationOptions(PictureOptions):
         }
 
     model: str = option(help="torchvision name, hf:DIR, pkg.mod:fn, file.", group=MODEL, resolve=model_beside)
-    data: Path = option(help="Folder of pictures, or a manifest (.csv).", group=DATA)
+    data: Path = option(help="Folder of pictures, a manifest (.csv), or shards (.tar).", group=DATA)
     masks: Path | None = option(
         None, "Folder of their masks, of the same names.", group=DATA, shown="the manifest's", metavar="DIR"
     )

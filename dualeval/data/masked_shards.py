@@ -1,0 +1,37 @@
+"""Pictures and their masks side by side in tar shards: a.jpg beside a.png, a.mask.png or a.seg.png."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dualeval.data.image_paths import EXTENSIONS
+from dualeval.data.tar import Member, TarReader, tars_at
+from dualeval.data.tar_index import TarIndex, read_index
+
+# Formats of masks, and what stands before these where a mask is named; the last is beside a picture alone.
+_FORMATS = (".png", ".tif", ".tiff", ".bmp")
+_NAMED = (".mask", ".seg", "")
+
+
+def find_masked(data: Path) -> TarIndex:
+    """Where pictures lie, and where their masks."""
+    return read_index(data, tars_at(data), "picture and mask", 2, _choose)
+
+
+def _choose(
+    reader: TarReader, sample: str, parts: Mapping[str, Member]
+) -> tuple[Sequence[Member], None] | None:
+    of_masks = [f"{named}{form}" for named in _NAMED for form in _FORMATS if f"{named}{form}" in parts]
+    pictures = [suffix for suffix in parts if suffix in EXTENSIONS]
+    if not pictures and not of_masks:
+        return None
+    # A picture may be a .png, too, where its mask has a name of its own.
+    mask = next((suffix for suffix in of_masks if suffix not in pictures or len(pictures) > 1), None)
+    pictures = [suffix for suffix in pictures if suffix != mask]
+    if mask is None or not pictures:
+        there, missing = (pictures[0], "mask (.png, .mask.png)") if mask is None else (mask, "picture")
+        raise reader.incomplete(sample, there, missing)
+    if len(pictures) > 1:
+        raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
+    return [parts[pictures[0]], parts[mask]], None

@@ -1,0 +1,177 @@
+"""Where the samples of tar shards are: read from their headers, kept in the user's cache for the next run."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.data.image_files import FileNames
+from dualeval.data.index_cache import IndexCache
+from dualeval.data.packed import FilePieces
+from dualeval.data.stored import StorePieces
+from dualeval.data.stores.path import StorePath
+from dualeval.data.tar import Member, TarReader
+from dualeval.errors import UsageError
+from dualeval.messages import counted
+from dualeval.process.status_line import doing
+
+# A file system behind a network answers many questions at a time, each after a while.
+_THREADS = 8
+# What has fewer samples is indexed in less time than its index is looked up.
+_WORTH_KEEPING = 1000
+_LARGEST = 2**32 - 1
+
+# What is read of a sample, by its key and its files by suffix: some of them, of which the first gives its id,
+# and a value of JSON; None where nothing is.
+Choose: TypeAlias = Callable[[TarReader, str, Mapping[str, Member]], "tuple[Sequence[Member], Any] | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TarIndex:
+    """The samples of tar shards."""
+
+    # Of each file of a sample where it lies.
+    pieces: Sequence[FilePieces]
+    names: FileNames
+    # Of each sample the place of its value among all, of these each one, and the first sample that has it.
+    codes: npt.NDArray[np.int32]
+    values: Sequence[Any]
+    firsts: Sequence[int]
+    # Sentences for people.
+    notes: Sequence[str]
+
+
+def read_index(at: Path, paths: Sequence[Path], purpose: str, files: int, choose: Choose) -> TarIndex:
+    """Look for the samples of shards, of so many files each; ``purpose`` is all that ``choose`` goes by."""
+    caches = [IndexCache(path, purpose) for path in paths]
+    shards: list[_Shard] = []
+    pool = ThreadPoolExecutor(min(_THREADS, len(paths)), "dualeval-tar")
+    with doing(f"looking for the samples in {at}") as looking, pool:
+        for shard in pool.map(partial(_shard, files=files, choose=choose), paths, caches):
+            shards.append(shard)
+            looking.count += len(shard.arrays["codes"])
+    states = np.array([cache.state for cache in caches], np.int64)
+    ends = np.cumsum(states[:, 0])
+    codes, places, first = [], dict[tuple[type, Any], tuple[int, int]](), 0
+    for shard in shards:
+        of_shard, (_, firsts) = shard.arrays["codes"], np.unique(shard.arrays["codes"], return_index=True)
+        numbers = [
+            places.setdefault((type(value), value), (len(places), first + number))[0]
+            for value, number in zip(shard.values, firsts.tolist(), strict=True)
+        ]
+        codes.append(np.array(numbers, np.int32)[of_shard])
+        first += len(of_shard)
+    names, notes = _names(paths, caches, shards)
+    if passed_over := sum(shard.passed_over for shard in shards):
+        notes.append(f"passed over: {counted(passed_over, 'file')} of the shards, which are of no sample")
+    remote = {str(path): path.found for path in paths if isinstance(path, StorePath)}
+    return TarIndex(
+        pieces=[
+            (partial(StorePieces, found=remote) if remote else FilePieces)(
+                files=[str(path.absolute()) for path in paths],
+                states=states,
+                ends=ends,
+                places=np.concatenate(
+                    [
+                        shard.arrays[f"offsets {file}"] + end - size
+                        for shard, end, size in zip(shards, ends, states[:, 0], strict=True)
+                    ]
+                ),
+                lengths=np.concatenate([shard.arrays[f"lengths {file}"] for shard in shards]),
+            )
+            for file in range(files)
+        ],
+        names=names,
+        codes=np.concatenate(codes),
+        values=[value for _, value in places],
+        firsts=[number for _, number in places.values()],
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    """The samples of a shard."""
+
+    # Names one behind the other, where each ends, offsets and lengths of each file, and the place of each
+    # value among those of the shard, which are in the order of their first samples.
+    arrays: Mapping[str, npt.NDArray[Any]]
+    values: Sequence[Any]
+    # How many files are of no sample.
+    passed_over: int
+
+
+def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
+    # All ranks of a machine fetch each shard of a store once.
+    with cache.alone() if isinstance(path, StorePath) else nullcontext():
+        return _indexed(path, cache, files, choose)
+
+
+def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
+    if (kept := cache.load()) is not None:
+        arrays, (values, passed_over) = kept
+        return _Shard(arrays=arrays, values=values, passed_over=passed_over)
+    names, codes, places = FileNames(), array("i"), dict[tuple[type, Any], int]()
+    offsets, lengths = [array("q") for _ in range(files)], [array("I") for _ in range(files)]
+    passed_over = 0
+    with TarReader(path) as reader:
+        for key, parts in reader.samples():
+            if (chosen := choose(reader, key, parts)) is None:
+                passed_over += len(parts)
+                continue
+            members, value = chosen
+            codes.append(places.setdefault((type(value), value), len(places)))
+            names.append(os.fsdecode(members[0][0]))
+            for (name, offset, size), its_offsets, its_lengths in zip(members, offsets, lengths, strict=True):
+                if size > _LARGEST:
+                    raise reader.refused(name, f"has {size:,} bytes", "No picture is as large: leave it out")
+                its_offsets.append(offset)
+                its_lengths.append(size)
+        passed_over += reader.passed_over
+    stored, ends = names.stored_all()
+    arrays = {
+        "names": np.frombuffer(stored, np.uint8),
+        "ends": ends,
+        "codes": np.frombuffer(codes, np.int32),
+        **{f"offsets {number}": np.frombuffer(each, np.int64) for number, each in enumerate(offsets)},
+        **{f"lengths {number}": np.frombuffer(each, np.uint32) for number, each in enumerate(lengths)},
+    }
+    values = [value for _, value in places]
+    if len(codes) >= _WORTH_KEEPING or isinstance(path, StorePath):
+        cache.keep(arrays, [values, passed_over])
+    return _Shard(arrays=arrays, values=values, passed_over=passed_over)
+
+
+def _names(
+    paths: Sequence[Path], caches: Sequence[IndexCache], shards: Sequence[_Shard]
+) -> tuple[FileNames, list[str]]:
+    """The ids: the pictures' names; with that of their shard before them where shards share some."""
+    names, numbers = FileNames(), np.cumsum([len(shard.arrays["ends"]) for shard in shards])
+    for shard in shards:
+        names.extend(shard.arrays["names"].tobytes(), shard.arrays["ends"])
+    if (twice := names.repeated()) is None:
+        return names, []
+    copies: dict[str, Path] = {}
+    for path, cache in zip(paths, caches, strict=True):
+        if (other := copies.setdefault(cache.ends, path)) is not path:
+            raise UsageError(f"{other} and {path} are the same shard: leave one out.")
+    longer = FileNames(
+        f"{paths[int(shard)].name}/{names[place]}"
+        for place, shard in enumerate(np.searchsorted(numbers, np.arange(len(names)), side="right"))
+    )
+    if (again := longer.repeated()) is not None:
+        raise UsageError(
+            f"{paths[int(np.searchsorted(numbers, again, side='right'))]} has {names.shown(again)!r} more "
+            "than once: keep one of them, so that each picture counts once."
+        )
+    return longer, [f"shards share names, such as {names.shown(twice)}: ids begin with the shard's name"]
