@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dualeval.data.set_names import PARTS
-from dualeval.data.stores.path import place_of
+from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of
 
@@ -28,7 +28,7 @@ def shards_at(data: Path, is_shard: Callable[[str], bool], example: str) -> list
         return paths
     if data.exists():
         return [data]
-    paths = [place_of(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
+    paths = [path_at(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
     with ThreadPoolExecutor(_THREADS, "dualeval-shards") as pool:
         there = [*pool.map(lambda path: path.is_file(), paths)]
     missing = [path for path, is_there in zip(paths, there, strict=True) if not is_there]

@@ -37,9 +37,9 @@ class DataSource:
         self._options = options
         data = ASSETS if options.data is None else options.data
         if url_of(data):
-            from dualeval.data.stores.path import place_of
+            from dualeval.data.stores.path import path_at
 
-            self._named, self._path = None, place_of(data)
+            self._named, self._path = None, path_at(data)
         else:
             self._named, self._path = named_set(str(data), options.split), Path(data)
         # Whether it is the test set that ships with this package.

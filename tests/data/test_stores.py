@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import multiprocessing
 import pickle
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
@@ -19,10 +22,12 @@ from dualeval.cli import dualeval as command
 from dualeval.data.image_sets import tar_shards
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.stores import arrow, requests, web
-from dualeval.data.stores.path import place_of
+from dualeval.data.stores import arrow, copies, requests, web
+from dualeval.data.stores.path import path_at
 from dualeval.data.stores.requests import Patience
+from dualeval.data.table import read_rows
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, StoreError, UsageError
+from dualeval.models.weights import weights_at
 from dualeval.tasks.labels import FolderLabels
 from dualeval.urls import check_url, url_of
 from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
@@ -67,7 +72,7 @@ def put_tars(store: ObjectStore, pictures: Pictures, home: Path) -> None:
 
 def opened(at: str | Path) -> PackedImages:
     label = FolderLabels(order="name", **BY_NAME)
-    images = tar_shards.open_images(place_of(at), label=label, label_key=None, whole_files=False, cache=None)
+    images = tar_shards.open_images(path_at(at), label=label, label_key=None, whole_files=False, cache=None)
     images.preprocessing = Preprocessing(resize=20, crop=16)
     return images
 
@@ -115,9 +120,9 @@ def test_what_lies_near_is_read_together_and_what_is_large_in_parts(
 ) -> None:
     content = np.random.default_rng(0).integers(0, 256, 1_000_000, np.uint8).tobytes()
     store.put("bucket/a", content)
-    monkeypatch.setattr(requests, "_PART_BYTES", 100_000)
+    monkeypatch.setattr(requests, "PART_BYTES", 100_000)
     for kind in ("s3", "https"):
-        found = place_of(address(store, kind, "bucket/a")).found  # type: ignore[attr-defined]
+        found = path_at(address(store, kind, "bucket/a")).found  # type: ignore[attr-defined]
         store.forget()
         places = [(700_000, 250_000), (0, 10), (20, 5), (500_000, 1), (950_000, 0)]
         parts = requests.read_all([(found, offset, count) for offset, count in places])
@@ -125,6 +130,55 @@ def test_what_lies_near_is_read_together_and_what_is_large_in_parts(
         asked = sorted(each[2] for each in store.requests if each[0] == "GET")
         assert len(asked) == 5
         assert store.sent <= 250_000 + 25 + 1 + 2 * 2048 * (kind == "s3")
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_tables_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Path, form: str) -> None:
+    table = pyarrow.table(
+        {"text": [f"größe {number}" * 50 for number in range(3000)], "label": [*range(3000)]}
+    )
+    path = tmp_path / f"dev.{form}"
+    if form == "csv":
+        pyarrow.csv.write_csv(table, path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    else:
+        pyarrow.parquet.write_table(table, path, row_group_size=1000)
+    put_all(store, tmp_path, "bucket")
+    example = {"text": "a", "label": 3}
+    here = read_rows(path, lambda _: ("text", "label"), example)
+    for kind in ("s3", "https"):
+        at = address(store, kind, f"bucket/dev.{form}")
+        there = read_rows(Path(at), lambda _: ("text", "label"), example)
+        assert there.values == here.values
+        assert there.fingerprint(3000) == here.fingerprint(3000)
+        assert there.source == at
+        assert there.where(1).startswith(f"{at}, ")
+
+
+def test_a_file_that_is_read_whole_is_fetched_once(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PART_BYTES", 10_000)
+    content = np.random.default_rng(0).integers(0, 256, 345_678, np.uint8).tobytes()
+    store.put("bucket/a/model.safetensors", content)
+    for kind in ("s3", "https"):
+        at = address(store, kind, "bucket/a/model.safetensors")
+        copy = weights_at(at)
+        assert copy.name == "model.safetensors"
+        assert copy.read_bytes() == content
+        store.forget()
+        assert weights_at(at) == copy
+        assert store.sent < 10
+        store.put("bucket/a/model.safetensors", content[::-1])
+        newer = weights_at(at)
+        assert newer.read_bytes() == content[::-1]
+        assert not copy.exists()
+        store.put("bucket/a/model.safetensors", content)
+    with pytest.raises(UsageError, match=r"--weights s3://bucket/a is a folder. Give one file of it"):
+        weights_at("s3://bucket/a")
+    with pytest.raises(UsageError, match=r"--weights s3://bucket/b.pt does not exist"):
+        weights_at("s3://bucket/b.pt")
 
 
 # -- what fails ------------------------------------------------------------------------------------------
@@ -358,7 +412,7 @@ def test_addresses_that_are_not_read_are_refused_without_their_secrets(url: str,
 def test_addresses_survive_paths(url: str) -> None:
     check_url("--data", url)
     assert url_of(Path(url)) == url_of(url) == url
-    path = place_of(Path(url))
+    path = path_at(Path(url))
     assert str(path) == f"{path}" == url
     assert str(path / "b") == f"{url}/b"
     assert path.absolute() == path == pickle.loads(pickle.dumps(path))  # noqa: S301 - of this test

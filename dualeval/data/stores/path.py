@@ -20,7 +20,7 @@ from dualeval.urls import url_of
 _AHEAD_BYTES, _HEAD_BYTES = 4 << 20, 1 << 16
 
 
-def place_of(value: str | Path) -> Path:
+def path_at(value: str | Path) -> Path:
     """The path that a text names, on a disk or in a store."""
     return Path(value) if (url := url_of(value)) is None else StorePath(url)
 
@@ -84,9 +84,8 @@ class StorePath(PosixPath):
     def open(self, mode: str = "r", buffering: int = -1, **options: Any) -> IO[Any]:  # type: ignore[override]
         if set(mode) - set("rbt"):
             raise OSError(f"{self} is read, never written")
-        if "b" in mode:
-            return io.BufferedReader(_Reading(self), _HEAD_BYTES)
-        return io.TextIOWrapper(io.BufferedReader(_Reading(self), _AHEAD_BYTES), **options)
+        file = io.BufferedReader(_Reading(self, _HEAD_BYTES if "b" in mode else _AHEAD_BYTES))
+        return file if "b" in mode else io.TextIOWrapper(file, **options)
 
     def read(self, count: int, offset: int) -> bytes:
         """Some of its bytes, fewer at its end; of this file once ``check`` has returned."""
@@ -101,8 +100,10 @@ class StorePath(PosixPath):
 class _Reading(io.RawIOBase):
     """A file in a store as Python's own are."""
 
-    def __init__(self, path: StorePath) -> None:
-        self._path, self._position = path, 0
+    def __init__(self, path: StorePath, ahead: int) -> None:
+        # Python's own buffers pass small reads on.
+        self._path, self._position, self._ahead = path, 0, ahead
+        self._block, self._begin = b"", 0
         path.found  # noqa: B018 - an error comes where the file is opened
 
     def close(self) -> None:
@@ -125,7 +126,11 @@ class _Reading(io.RawIOBase):
         return self._position
 
     def readinto(self, room: Any) -> int:
-        data = self._path.read(len(room), self._position)
+        first = self._position - self._begin
+        if not 0 <= first < len(self._block):
+            self._block = self._path.read(max(len(room), self._ahead), self._position)
+            self._begin, first = self._position, 0
+        data = self._block[first : first + len(room)]
         room[: len(data)] = data
         self._position += len(data)
         return len(data)

@@ -20,7 +20,7 @@ IN_FLIGHT = 16
 # What lies between two wanted parts is read with them up to this size: another request takes longer.
 _GAP_BYTES = 1 << 16
 # What is wanted of one file is asked for in parts of this size.
-_PART_BYTES = 4 << 20
+PART_BYTES = 4 << 20
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
@@ -120,14 +120,14 @@ def read_all(wanted: Sequence[Wanted], *, check: bool = True) -> list[bytes]:
         else:
             spans.append((file, offset, offset + count, [place]))
     requests = [
-        (file, begin, min(_PART_BYTES, last - begin))
+        (file, begin, min(PART_BYTES, last - begin))
         for file, first, last, _ in spans
-        for begin in range(first, last, _PART_BYTES)
+        for begin in range(first, last, PART_BYTES)
     ]
     parts = iter(at_once(_read, requests))
     result = [b""] * len(wanted)
     for _, first, last, places in spans:
-        data = b"".join(next(parts) for _ in range(first, last, _PART_BYTES))
+        data = b"".join(next(parts) for _ in range(first, last, PART_BYTES))
         for place in places:
             begin = wanted[place][1] - first
             result[place] = data[begin : begin + wanted[place][2]]
