@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -92,38 +92,23 @@ def states_of(paths: Sequence[Path]) -> npt.NDArray[np.int64]:
     return np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
 
 
-class PackedImages(WithColumns, ImageFiles):
-    """Pictures in pieces of files; the names are their ids."""
+_Own = TypeVar("_Own", bound="InPieces")
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        root: Path,
-        names: FileNames,
-        targets: npt.NDArray[np.int64],
-        *,
-        notes: Sequence[str] = (),
-        kept: KeptColumns = NO_COLUMNS,
-        **options: Any,
-    ) -> None:
-        super().__init__(root, names, targets, **options)
-        self._pieces = pieces
-        self._notes = notes
-        self.kept = kept
 
-    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
+class InPieces(ImageFiles):
+    """Pictures whose bytes are pieces of files."""
+
+    _pieces: Pieces
+
+    def select(self: _Own, indices: Sequence[int] | npt.NDArray[np.int64]) -> _Own:
         """As for ``ImageFiles``."""
-        images, chosen = super().select(indices), np.asarray(indices, np.int64)
-        images._pieces, images.kept = self._pieces.select(chosen), self.kept.select(chosen)
+        images = super().select(indices)
+        images._pieces = self._pieces.select(np.asarray(indices, np.int64))
         return images
 
     def notes(self) -> list[str]:
-        """Which classes the labels are, and what was passed over."""
-        return [*super().notes(), *self._notes, *notes()]
-
-    def path(self, index: int) -> str:
-        """Where an image lies, for people."""
-        return f"{self._pieces.where(index)}, {self.id(index)}"
+        """Also what had to be asked for again."""
+        return [*super().notes(), *notes()]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """As for ``ImageFiles``."""
@@ -164,6 +149,40 @@ class PackedImages(WithColumns, ImageFiles):
 
     def _digest(self, index: int) -> bytes:
         return digest_or_unreadable(partial(self._pieces.digest, index, whole=self._whole_files))
+
+
+class PackedImages(WithColumns, InPieces):
+    """Pictures in pieces of files; the names are their ids."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        root: Path,
+        names: FileNames,
+        targets: npt.NDArray[np.int64],
+        *,
+        notes: Sequence[str] = (),
+        kept: KeptColumns = NO_COLUMNS,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, names, targets, **options)
+        self._pieces = pieces
+        self._notes = notes
+        self.kept = kept
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
+        """As for ``ImageFiles``."""
+        images = super().select(indices)
+        images.kept = self.kept.select(np.asarray(indices, np.int64))
+        return images
+
+    def notes(self) -> list[str]:
+        """Which classes the labels are, and what was passed over."""
+        return [*super().notes(), *self._notes]
+
+    def path(self, index: int) -> str:
+        """Where an image lies, for people."""
+        return f"{self._pieces.where(index)}, {self.id(index)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ class DataSource:
         return {
             "data": self.text,
             "split": options.split if named is None else named.split,
-            "image_root": str(root.absolute()) if self._is_manifest else None,
+            "image_root": url_of(root) or str(root.absolute()) if self._is_manifest else None,
             "path_column": options.path_column,
             "label_column": options.label_column,
             "label_key": options.label_key,

@@ -10,7 +10,9 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.csv
@@ -19,9 +21,13 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval as command
-from dualeval.data.image_sets import tar_shards
+from dualeval.data.image_sets import class_folders, manifest, tar_shards
+from dualeval.data.image_sets.class_folders import ImageFolder
+from dualeval.data.labels import choose_labels
+from dualeval.data.language_rows import read_language_data
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.squad import read_questions
 from dualeval.data.stores import arrow, copies, requests, web
 from dualeval.data.stores.path import path_at
 from dualeval.data.stores.requests import Patience
@@ -29,9 +35,13 @@ from dualeval.data.table import read_rows
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, StoreError, UsageError
 from dualeval.models.weights import weights_at
 from dualeval.tasks.labels import FolderLabels
+from dualeval.tasks.segmentation import Segmentation
 from dualeval.urls import check_url, url_of
+from tests.engine.test_evaluator import evaluate
+from tests.vehicles.masked_pictures import Exact, write_pictures
 from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
-from tests.vehicles.packed_pictures import Pictures, as_tars, fashion
+from tests.vehicles.packed_pictures import Pictures, as_folder, as_tars, fashion, pack
+from tests.vehicles.questions import write_questions
 
 BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
 
@@ -129,7 +139,7 @@ def test_what_lies_near_is_read_together_and_what_is_large_in_parts(
         assert parts == [content[offset : offset + count] for offset, count in places]
         asked = sorted(each[2] for each in store.requests if each[0] == "GET")
         assert len(asked) == 5
-        assert store.sent <= 250_000 + 25 + 1 + 2 * 2048 * (kind == "s3")
+        assert store.sent <= 250_000 + 25 + 1 + 2 * 2048 * (kind == "s3") + 10
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
@@ -154,6 +164,38 @@ def test_tables_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Pat
         assert there.fingerprint(3000) == here.fingerprint(3000)
         assert there.source == at
         assert there.where(1).startswith(f"{at}, ")
+
+
+def test_questions_and_texts_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Path) -> None:
+    for name in ("b.txt", "a/c.txt", "a/not.md"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"größer als {name}\r\n")
+    write_questions(tmp_path / "dev.json", unanswerable=True)
+    put_all(store, tmp_path, "bucket")
+    here, there = read_questions(tmp_path / "dev.json"), read_questions(path_at("s3://bucket/dev.json"))
+    assert there == here
+    texts = [read_language_data(at, None) for at in ("s3://bucket/texts", tmp_path / "texts")]
+    assert texts[0].documents == texts[1].documents
+    assert texts[0].source == "s3://bucket/texts"
+
+
+def test_masks_in_a_store_are_read_from_shards_alone(store: ObjectStore, tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    members = {
+        name: (tmp_path / folder / path.name).read_bytes()
+        for path in sorted((tmp_path / "img").iterdir())
+        for name, folder in ((path.name, "img"), (f"{path.stem}.mask.png", "masks"))
+    }
+    pack(tmp_path / "shards/0.tar", members)
+    put_all(store, tmp_path, "bucket")
+    tasks = [
+        Segmentation(model=Exact(), data=at, preprocessing="none")
+        for at in (str(tmp_path / "shards"), "s3://bucket/shards")
+    ]
+    digests = {evaluate(task, tmp_path / f"{id(task)}").samples_digest for task in tasks}
+    assert len(digests) == 1
+    with pytest.raises(UsageError, match="pictures with masks are read from tar shards there"):
+        Segmentation(model=Exact(), data="s3://bucket/img", preprocessing="none").dataset()
 
 
 def test_a_file_that_is_read_whole_is_fetched_once(
@@ -425,3 +467,91 @@ def test_out_in_a_store_is_refused_with_what_to_do() -> None:
         "the store when the run is done."
     )
     assert isinstance(done.exception, UsageError)
+
+
+# -- pictures that are an object each --------------------------------------------------------------------
+
+
+def folder_of(at: str | Path) -> ImageFolder:
+    label = partial(choose_labels, order="name")
+    return class_folders.open_images(path_at(at), label=label)
+
+
+def test_class_folders_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Path) -> None:
+    as_folder(fashion(20), tmp_path)
+    for name in (
+        "notes.txt",
+        "0/list.csv",
+        ".cache/a/b.png",
+        "@eadir/x.png",
+        "only texts/a.txt",
+        "loose.png",
+    ):
+        path = tmp_path / "val" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    put_all(store, tmp_path, "bucket")
+    here, there = folder_of(tmp_path / "val"), folder_of("s3://bucket/val")
+    assert there.classes == here.classes
+    assert [there.id(index) for index in range(20)] == [here.id(index) for index in range(20)]
+    assert there.fingerprint(20) == here.fingerprint(20)
+    assert there.passed_over.files == here.passed_over.files
+    assert there.path(0) == f"s3://bucket/val/{there.id(0)}"
+    store.forget()
+    first = there.content_fingerprint(range(20))
+    assert store.requests == []
+    store.delay = 0.05
+    for (one, target), (other, same) in zip(
+        there.__getitems__(range(20)), here.__getitems__(range(20)), strict=True
+    ):
+        assert one.equal(other)
+        assert target == same
+    assert sorted({each[0] for each in store.requests}) == ["GET", "HEAD"]
+    assert len(store.requests) == 40
+    assert store.most_at_once > 4
+    store.delay = 0.0
+    store.put(f"bucket/val/{there.id(3)}", store.objects[f"bucket/val/{there.id(4)}"][0])
+    with pytest.raises(OSError, match="has changed since the run started"):
+        there.__getitems__([3])
+    del store.objects[f"bucket/val/{there.id(5)}"]
+    with pytest.raises(FileNotFoundError):
+        there.__getitems__([5])
+    assert folder_of("s3://bucket/val").content_fingerprint(range(19)) != first
+
+
+def test_folders_of_parts_and_without_pictures_are_refused(store: ObjectStore) -> None:
+    for name in ("sets/train/a/1.png", "sets/val/a/1.png", "flat/1.png", "flat/2.png"):
+        store.put(f"bucket/{name}", b"x")
+    with pytest.raises(
+        UsageError, match=r"parts of a data set.* Give one of them: --data s3://bucket/sets/val"
+    ):
+        folder_of("s3://bucket/sets")
+    with pytest.raises(UsageError, match=r"0 class folders without images and 2 images beside them"):
+        folder_of("s3://bucket/flat")
+
+
+def test_manifests_name_pictures_in_stores(store: ObjectStore, tmp_path: Path) -> None:
+    as_folder(fashion(20), tmp_path)
+    names = [name for name, _ in fashion(20)]
+    rows = "\n".join(["path,label", *(f"{name},{name[:1]}" for name in names), "9/none.png,9"])
+    (tmp_path / "val/val.csv").write_text(rows)
+    put_all(store, tmp_path, "bucket")
+    options: dict[str, Any] = {"keep": (), "quoting": None, "path_column": None, "label_column": None}
+    label = FolderLabels(order=None, **BY_NAME)
+    for at, root in (
+        (path_at("s3://bucket/val/val.csv"), None),
+        (tmp_path / "val/val.csv", "s3://bucket/val"),
+    ):
+        images = manifest.open_images(at, image_root=root, label=label, **options)
+        assert [images.id(index) for index in range(20)] == names
+        assert images.path(0) == f"s3://bucket/val/{names[0]}"
+        images.preprocessing = Preprocessing(resize=20, crop=16)
+        assert len(images.__getitems__(range(20))) == 20
+        with pytest.raises(FileNotFoundError):
+            images.__getitems__([20])
+    with pytest.raises(UsageError, match="its rows name 21 files, and none exists"):
+        manifest.open_images(tmp_path / "val/val.csv", image_root="s3://bucket/val/9", label=label, **options)
+    with pytest.raises(UsageError, match="not over https://"):
+        manifest.open_images(
+            path_at(f"{store.endpoint}/bucket/val/val.csv"), image_root=None, label=label, **options
+        )

@@ -28,6 +28,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("stored")
     for pack in (as_folder, as_tars):
         pack(fashion(COUNT), home)
+    rows = [f"{name},{name[:1]}" for name, _ in fashion(COUNT)]
+    (home / "val/val.csv").write_text("\n".join(["path,label", *rows]))
     return home
 
 
@@ -54,7 +56,9 @@ def check(result: Result, of_folder: Result) -> None:
     assert result.samples_digest == of_folder.samples_digest
 
 
-@pytest.mark.parametrize("form", [f"s3://{SHARDS}", f"HTTP/{SHARDS}"])
+@pytest.mark.parametrize(
+    "form", [f"s3://{SHARDS}", f"HTTP/{SHARDS}", "s3://bucket/val", "s3://bucket/val/val.csv"]
+)
 def test_each_form_has_the_digests_of_the_folder(
     store: ObjectStore,
     variables: dict[str, str],

@@ -71,6 +71,14 @@ class StorePath(PosixPath):
         names = (name for name, *_ in self.entries if "/" not in name)
         return (self / name for name in names if fnmatch.fnmatchcase(name, pattern))
 
+    def rglob(self, pattern: str, **_: Any) -> Iterator[Path]:  # type: ignore[override]
+        """The files in the folder, and in the folders in it."""
+        names = (name for name, *_ in self.entries)
+        return (self / name for name in names if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern))
+
+    def iterdir(self) -> Iterator[Path]:  # type: ignore[override]
+        return self.glob("*")
+
     def stat(self, **_: Any) -> os.stat_result:
         """Its size; its time is a number that stands for its mark."""
         mark = int.from_bytes(self.digest()[:7], "big")

@@ -36,6 +36,9 @@ class Store(Protocol):
     def check(self, file: Found) -> None:
         """Check that it was in this state while it was read; no request where each answer says so."""
 
+    def whole(self, url: str, size: int, time: int) -> bytes:
+        """All bytes of a file that is as ``entries`` has said; two requests."""
+
     def is_folder(self, url: str) -> bool:
         """Whether files lie below an address."""
 
