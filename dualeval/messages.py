@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-
-from dualeval.errors import UsageError
 
 
 def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff: float = 0.6) -> str:
     """A sentence with the known names nearest to a wrong one, after a space; "" if none is near."""
     near = difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
     return f" Did you mean {' or '.join(near)}?" if near else ""
-
-
-def refuse_url(what: str, text: str) -> None:
-    """Refuse a URL, of an object store or of the web, where a path is expected."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        raise UsageError(f"{what} {text} is a URL, expected a path: copy it to a disk first, or mount it.")
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:

@@ -24,6 +24,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import left_out_of, picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
+from dualeval.data.stores.path import StorePath
 from dualeval.messages import counted
 from dualeval.vision_library import torchvision
 
@@ -132,7 +133,9 @@ def _size_and_time(file: Path | str | int) -> tuple[int, int]:
 
 def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
     """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; one digest for all files
-    that cannot be read."""
+    that cannot be read. In a store its ETag stands for it."""
+    if isinstance(path, StorePath):
+        return path.digest()
     return digest_or_unreadable(partial(_digest_of_file, path, whole))
 
 
@@ -264,10 +267,11 @@ class ImageFiles:
         """What some of the files have that is left out where they are read."""
         places = self._looked_into(_LOOKED_INTO)
         by_kind: dict[str, list[int]] = {}
+        opened = self._openings(places)
         for place in places:
             # The loop names what cannot be read; a pipe is not waited for.
             if self._is_file(place):
-                with suppress(OSError, ValueError), self.opened(place) as file:
+                with suppress(OSError, ValueError), opened(place) as file:
                     for kind in left_out_of(file, self.preprocessing):
                         by_kind.setdefault(kind, []).append(place)
         of = f"of {counted(len(places), 'picture')} looked into"
@@ -290,6 +294,10 @@ class ImageFiles:
     def _image(self, index: int) -> Tensor:
         with self.opened(index) as file:
             return read_pixels(file, self.preprocessing)
+
+    def _openings(self, places: Sequence[int]) -> Callable[[int], AbstractContextManager[IO[bytes]]]:
+        """``opened`` for these images, which may have been read at once."""
+        return self.opened
 
     @contextmanager
     def opened(self, index: int) -> Iterator[IO[bytes]]:

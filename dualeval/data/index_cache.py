@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ class IndexCache:
     def ends(self) -> str:
         """A hash of the file's size, and of its first and last 4 KiB."""
         return str(self._key["ends"])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let one process of a machine look at a time; where no lock can be had, all of them."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self._path.with_suffix(".lock").open("wb"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def load(self) -> tuple[Mapping[str, npt.NDArray[Any]], Any] | None:
         """What was kept; None where there is none, or it is damaged or of another state of the file."""

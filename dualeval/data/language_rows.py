@@ -9,6 +9,7 @@ from typing import Any
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns
 from dualeval.data.set_names import is_table
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import AS_USUAL, DataRows, PythonRows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
@@ -42,13 +43,14 @@ def read_language_data(
 
     Which kind rows are is found by their columns; ``text`` says which one has documents.
     """
-    if isinstance(data, str | Path) and not (Path(data).is_file() and is_table(Path(data))):
-        if text is not None and Path(data).exists():
+    path = path_at(data) if isinstance(data, str | Path) else None
+    if path is not None and not (path.is_file() and is_table(path)):
+        if text is not None and path.exists():
             raise UsageError(
                 f"--text {text}: --data {data} is made of text files, which have no columns. Leave it out."
             )
         options.refuse_quoting(data)
-        return _of_files(Path(data), str(data))
+        return _of_files(path, str(path))
     named = str(data) if isinstance(data, str | Path) else f"the {type(data).__name__}"
     example = {"text": "A whole document."}
     rows = read_rows(data, lambda columns: _columns(named, columns, text), example, options)

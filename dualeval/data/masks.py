@@ -32,6 +32,7 @@ from dualeval.data.set_names import is_table, is_tar, module_of_masks
 from dualeval.data.table import AS_USUAL, TableOptions, column_of, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, first_of
+from dualeval.urls import url_of
 
 NO_LABEL, _NO_CLASS = -1, -2
 MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "target")
@@ -380,6 +381,11 @@ def open_masked(
         none = np.empty(0, np.int64)
         return MaskedPictures(
             pictures=pictures, masks=of_masks, rule=rule, table="", numbers=none, notes=tuple(index.notes)
+        )
+    if url_of(data):
+        raise UsageError(
+            f"--data {data}: pictures with masks are read from tar shards there, a.png beside a.jpg. Pack "
+            "them, or copy them to a disk."
         )
     if is_table(data):
         roots = data.parent, masks or data.parent

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.image_files import (
@@ -25,8 +26,10 @@ from dualeval.data.image_files import (
     digest_or_unreadable,
 )
 from dualeval.data.labels import Labels
+from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import LABEL_COLUMNS
+from dualeval.data.stores.requests import notes
 from dualeval.data.table import column_of
 from dualeval.data.table_labels import LEFT_OUT, Labeler, refuse_other_names
 from dualeval.errors import UsageError
@@ -67,6 +70,10 @@ class Pieces(ABC):
         size, read = self.part(index)
         return read(size, 0)
 
+    def together(self, indices: Sequence[int]) -> Callable[[int], bytes]:
+        """``read`` for some samples, which may have been read at once before this returns."""
+        return self.read
+
     def digest(self, index: int, *, whole: bool) -> bytes:
         """As ``digest_of``, of a sample."""
         return digest_of(*self.part(index), whole=whole)
@@ -96,38 +103,42 @@ def states_of(paths: Sequence[Path]) -> npt.NDArray[np.int64]:
     return np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
 
 
-class PackedImages(WithColumns, ImageFiles):
-    """Pictures in pieces of files; the names are their ids."""
+_Own = TypeVar("_Own", bound="InPieces")
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        root: Path,
-        names: FileNames,
-        targets: npt.NDArray[np.int64],
-        *,
-        notes: Sequence[str] = (),
-        kept: KeptColumns = NO_COLUMNS,
-        **options: Any,
-    ) -> None:
-        super().__init__(root, names, targets, **options)
-        self._pieces = pieces
-        self._notes = notes
-        self.kept = kept
 
-    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
+class InPieces(ImageFiles):
+    """Pictures whose bytes are pieces of files."""
+
+    _pieces: Pieces
+
+    def select(self: _Own, indices: Sequence[int] | npt.NDArray[np.int64]) -> _Own:
         """As for ``ImageFiles``."""
-        images, chosen = super().select(indices), np.asarray(indices, np.int64)
-        images._pieces, images.kept = self._pieces.select(chosen), self.kept.select(chosen)
+        images = super().select(indices)
+        images._pieces = self._pieces.select(np.asarray(indices, np.int64))
         return images
 
     def notes(self) -> list[str]:
-        """Which classes the labels are, and what was passed over."""
-        return [*super().notes(), *self._notes]
+        """Also what had to be asked for again."""
+        return [*super().notes(), *notes()]
 
-    def path(self, index: int) -> str:
-        """Where an image lies, for people."""
-        return f"{self._pieces.where(index)}, {self.id(index)}"
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """As for ``ImageFiles``."""
+        read = self._pieces.together(indices)
+        return [
+            (read_pixels(io.BytesIO(read(index)), self.preprocessing), int(self._targets[index]))
+            for index in indices
+        ]
+
+    def _openings(self, places: Sequence[int]) -> Callable[[int], AbstractContextManager[IO[bytes]]]:
+        try:
+            read = self._pieces.together(places)
+        except OSError:
+            return self.opened  # one of them is no more; the loop names it
+        return lambda place: io.BytesIO(read(place))
+
+    def reading_notes(self) -> list[str]:
+        """What had to be asked for again."""
+        return notes()
 
     @contextmanager
     def opened(self, index: int) -> Iterator[IO[bytes]]:
@@ -153,6 +164,40 @@ class PackedImages(WithColumns, ImageFiles):
 
     def _digest(self, index: int) -> bytes:
         return digest_or_unreadable(partial(self._pieces.digest, index, whole=self._whole_files))
+
+
+class PackedImages(WithColumns, InPieces):
+    """Pictures in pieces of files; the names are their ids."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        root: Path,
+        names: FileNames,
+        targets: npt.NDArray[np.int64],
+        *,
+        notes: Sequence[str] = (),
+        kept: KeptColumns = NO_COLUMNS,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, names, targets, **options)
+        self._pieces = pieces
+        self._notes = notes
+        self.kept = kept
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> PackedImages:
+        """As for ``ImageFiles``."""
+        images = super().select(indices)
+        images.kept = self.kept.select(np.asarray(indices, np.int64))
+        return images
+
+    def notes(self) -> list[str]:
+        """Which classes the labels are, and what was passed over."""
+        return [*super().notes(), *self._notes]
+
+    def path(self, index: int) -> str:
+        """Where an image lies, for people."""
+        return f"{self._pieces.where(index)}, {self.id(index)}"
 
 
 class DecidedLabels(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 from dualeval.data.image_paths import is_image
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
+from dualeval.urls import url_of
 
 IMAGENET = "ImageNet"
 # By torchvision's names: the splits, the first of them where none is asked for; and the kind that it is of.
@@ -107,6 +108,8 @@ class Kind:
     in_memory: bool = False
     # The module of ``image_sets`` whose ``open_masks`` opens pictures with masks there.
     masks: str = ""
+    # Whether they may lie in an object store or on the web.
+    in_stores: bool = False
 
 
 def has_idx(folder: Path) -> bool:
@@ -133,6 +136,9 @@ def is_tar(path: Path) -> bool:
 
 def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
     """Whether a folder holds shards, and neither pictures nor a folder to be seen, which would be a class."""
+    if url_of(folder):
+        names = [name for name, *_ in folder.entries]  # type: ignore[attr-defined] # a StorePath
+        return any(map(is_shard, names)) and not any("/" in name or is_image(name) for name in names)
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     others = (entry.is_dir() or is_image(entry.name) for entry in entries)
     return any(is_shard(entry.name) for entry in entries) and not any(others)
@@ -191,17 +197,20 @@ KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
     "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, has_columns=True, **_OF_COLUMNS),
     "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
-    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, **_OF_MANIFEST),
+    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
-    "tar_shards": Kind(module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)"),
+    "tar_shards": Kind(
+        module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)", in_stores=True
+    ),
     "pack": Kind(module="pack", is_at=is_pack, masks="packed_masks"),
-    "class_folders": Kind(module="class_folders", is_at=Path.is_dir),
+    "class_folders": Kind(module="class_folders", is_at=lambda path: path.is_dir(), in_stores=True),
 }
 
 
 def kind_at(path: Path) -> Kind:
     """How the images at a path lie."""
-    kind = next((kind for kind in KINDS.values() if kind.is_at(path)), None)
+    kinds = [kind for kind in KINDS.values() if kind.in_stores or not url_of(path)]
+    kind = next((kind for kind in kinds if kind.is_at(path)), None)
     if kind is None:
         fault = "is a file" if path.exists() else "does not exist"
         raise UsageError(

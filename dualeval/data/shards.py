@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dualeval.data.set_names import PARTS
+from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of
 
 _RANGE = re.compile(r"\{(?:([0-9]+)\.\.([0-9]+)|([^{}]*,[^{}]*))\}", re.ASCII)
 _MOST = 10**6
+# A file system behind a network, or a store, answers many questions at a time.
+_THREADS = 16
 _WORD, _NUMBER = re.compile(r"[a-z]+"), re.compile(r"(?<=[-_.])[0-9]+")
 
 
@@ -24,8 +28,10 @@ def shards_at(data: Path, is_shard: Callable[[str], bool], example: str) -> list
         return paths
     if data.exists():
         return [data]
-    paths = [Path(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
-    missing = [path for path in paths if not path.is_file()]
+    paths = [path_at(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
+    with ThreadPoolExecutor(_THREADS, "dualeval-shards") as pool:
+        there = [*pool.map(lambda path: path.is_file(), paths)]
+    missing = [path for path, is_there in zip(paths, there, strict=True) if not is_there]
     if len(missing) == len(paths):
         which = "does not exist" if paths == [data] else f"names {len(paths):,} files, and none exists"
         raise UsageError(

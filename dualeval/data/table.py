@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.data.contents import what_it_is
 from dualeval.data.set_names import TABLES, is_table
+from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
 from dualeval.process.status_line import doing
@@ -203,7 +204,7 @@ def read_rows(
     if not isinstance(data, str | Path):
         options.refuse_quoting(f"a {type(data).__name__}")
         return _of_python(data, choose, example, options.keep)
-    path = Path(data)
+    path = path_at(data)
     if not path.is_file() or not is_table(path):
         found = "does not exist" if not path.exists() else "is not a table"
         raise UsageError(f"--data {data} {found}. Expected a file {', '.join(TABLES)}.")
@@ -211,7 +212,7 @@ def read_rows(
         raise UsageError(f"--data {data} {other}.")
     table = open_table(path, lambda columns: _with_id(columns, choose), example, options=options)
     with doing(f"reading {data}"):
-        return _rows(str(data), str(path.absolute()), table)
+        return _rows(str(path), str(path.absolute()), table)
 
 
 def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> DataRows:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from dualeval.data.contents import what_it_holds
 from dualeval.data.set_names import is_tar_name
 from dualeval.data.shards import shards_at
+from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
 
 _BLOCK = 512
 # Read at once: a header, a small member behind it, and the next header.
 _AHEAD = 4096
+_AHEAD_IN_STORE = 1 << 20
 # Behind the end mark a file is filled up to whole records, mostly of 10 KiB.
 _FILLED_UP = 2**16
 # How a compressed file begins, and what unpacks it.
@@ -69,10 +73,20 @@ class TarReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if hasattr(os, "posix_fadvise"):
-            # Else the kernel reads ahead what lies between two headers, which is nearly all.
-            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+        self._closing = ExitStack()
+        if isinstance(path, StorePath):
+            # Each request takes as long as so many bytes: smaller members are read with the headers.
+            self._ahead, self._length = _AHEAD_IN_STORE, path.found.size
+            self._pread: Callable[[int, int], bytes] = path.read
+            self._closing.callback(path.check)
+        else:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._closing.callback(os.close, file)
+            if hasattr(os, "posix_fadvise"):
+                # Else the kernel reads ahead what lies between two headers, which is nearly all.
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+            self._ahead, self._length = _AHEAD, os.fstat(file).st_size
+            self._pread = partial(os.pread, file)
         self._start, self._buffer = 0, b""
         # Files that belong to no sample.
         self.passed_over = 0
@@ -81,20 +95,19 @@ class TarReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        self._closing.close()
 
     def read(self, offset: int, count: int) -> bytes:
         """Bytes of the file, fewer at its end."""
         begin = offset - self._start
         if begin < 0 or begin + count > len(self._buffer):
             self._start, begin = offset, 0
-            self._buffer = os.pread(self._file, max(count, _AHEAD), offset)
+            self._buffer = self._pread(max(count, self._ahead), offset)
         return self._buffer[begin : begin + count]
 
     def members(self) -> Iterator[Member]:
         """Of each file in it the name, without ./ before it, the offset of its data, and their size."""
-        length = os.fstat(self._file).st_size
-        position, said, everywhere = 0, dict[bytes, bytes](), dict[bytes, bytes]()
+        length, position, said, everywhere = self._length, 0, dict[bytes, bytes](), dict[bytes, bytes]()
         while True:
             header = self.read(position, _BLOCK)
             if position == 0 and header[257:262] != b"ustar" and (what := what_it_holds(header)):

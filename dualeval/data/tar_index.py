@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from dualeval.data.image_files import FileNames
 from dualeval.data.index_cache import IndexCache
 from dualeval.data.packed import FilePieces, Labelled
+from dualeval.data.stored import StorePieces
+from dualeval.data.stores.path import StorePath
 from dualeval.data.table_labels import TableLabels
 from dualeval.data.tar import Member, TarReader
 from dualeval.errors import UsageError
@@ -53,10 +56,11 @@ def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, fil
     ends = np.cumsum(states[:, 0])
     names, notes = _names(paths, caches, shards)
     pieces = []
+    remote = {str(path): path.found for path in paths if isinstance(path, StorePath)}
     for file in range(files):
         offsets = [arrays[f"offsets {file}"] for arrays, _ in shards]
         pieces.append(
-            FilePieces(
+            (partial(StorePieces, found=remote) if remote else FilePieces)(
                 files=[str(path.absolute()) for path in paths],
                 states=states,
                 ends=ends,
@@ -88,6 +92,12 @@ def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, fil
 
 
 def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
+    # All ranks of a machine fetch each shard of a store once.
+    with cache.alone() if isinstance(path, StorePath) else nullcontext():
+        return _indexed(path, cache, files, choose)
+
+
+def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
     if (kept := cache.load()) is not None:
         return kept
     names, codes, places = FileNames(), array("i"), dict[tuple[type, Any], int]()
@@ -116,7 +126,7 @@ def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
         **{f"lengths {number}": np.frombuffer(each, np.uint32) for number, each in enumerate(lengths)},
     }
     values = [value for _, value in places]
-    if len(codes) >= _WORTH_KEEPING:
+    if len(codes) >= _WORTH_KEEPING or isinstance(path, StorePath):
         cache.keep(arrays, [values, passed_over])
     return arrays, (values, passed_over)
 

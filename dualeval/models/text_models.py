@@ -38,11 +38,13 @@ from dualeval.models.transformers_folder import (
 from dualeval.models.weights import (
     LoadedWeights,
     OtherClasses,
+    full_name,
     notes_of,
     options_of,
     place_in_file,
     refuse_choice_without_file,
     seed_of,
+    weights_at,
 )
 
 if TYPE_CHECKING:
@@ -218,7 +220,7 @@ class TextModel:
             add_generation_config(model, folder)
         model = model.float()
         if seed is None:
-            state = read_state_dict(Path(weights), self._key, trust=self.trust)
+            state = read_state_dict(weights_at(weights), self._key, trust=self.trust)
             source = f"the weights {weights}"
             try:
                 self.loaded = load_state_dict(model, state, prefix=self._prefix, source=source)
@@ -283,7 +285,7 @@ class TextModel:
         if self._module is not None:
             return self._module.find_weights(None).text
         weights = self._weights or str(self.base)
-        return weights if seed_of(weights) is not None else str(Path(weights).absolute())
+        return weights if seed_of(weights) is not None else full_name(weights, Path(weights))
 
 
 def _hash(config: Mapping[str, Any]) -> str:

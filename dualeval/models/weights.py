@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dualeval.errors import UsageError
 from dualeval.messages import listed
+from dualeval.urls import url_of
 
 # -- which texts of --weights and --model are names, and which are paths -------------------------------
 
@@ -30,12 +31,28 @@ def is_path_of_weights(weights: str) -> bool:
 
 def check_weights_file(weights: str, hint: str = "") -> None:
     """Check that a file of weights is there; ``hint`` is for a word that may have been meant as a name."""
+    if url_of(weights):
+        return  # it is asked for when it is fetched
     path = Path(weights)
     if not os.path.exists(path):  # noqa: PTH110 - False also where the name is too long
         shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"
         raise UsageError(
             f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{shown.rstrip()}"
         )
+
+
+def weights_at(weights: str) -> Path:
+    """The file that a value of ``--weights`` names; of one in a store its copy on this machine."""
+    if (url := url_of(weights)) is None:
+        return Path(weights)
+    from dualeval.data.stores.copies import local_copy
+
+    return local_copy("--weights", url)
+
+
+def full_name(weights: str, path: Path) -> str:
+    """Weights as options of a job have them: their address, or else the absolute path."""
+    return url_of(weights) or str(path.absolute())
 
 
 # The suffixes of files that are a whole model.

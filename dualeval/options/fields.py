@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from dualeval.errors import UsageError
-from dualeval.messages import did_you_mean, refuse_url
+from dualeval.messages import did_you_mean
 from dualeval.options.choices import check_choice, check_count, check_kind
+from dualeval.urls import check_url, refuse_url, url_of
 
 _BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -64,12 +65,15 @@ def option(
     fits: Callable[[object], bool] | None = None,
     expected: str = "",
     also: Callable[[str, Any], object] | None = None,
+    takes_urls: bool = False,
 ) -> Any:
     """A field of a dataclass of options; ``fits`` and ``also`` check what its type does not say."""
     # All arguments but the first.
     arguments = dict(locals())
     del arguments["default"]
-    metadata = {name: value for name, value in arguments.items() if value not in (None, "", ())}
+    metadata = {
+        name: value for name, value in arguments.items() if value is not False and value not in (None, "", ())
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -108,6 +112,8 @@ class OptionField:
     fits: Callable[[object], bool] | None = None
     expected: str = ""
     also: Callable[[str, Any], object] | None = None
+    # Whether it may lie in an object store or on the web.
+    takes_urls: bool = False
 
     @property
     def flag(self) -> str:
@@ -141,7 +147,7 @@ class OptionField:
         if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
             check_choice(flag, text, [str(value) for value in typing.get_args(kinds[0])])
         if Path in kinds or (self.is_path is not None and self.is_path(text)):
-            refuse_url(flag, text)
+            (check_url if self.takes_urls else refuse_url)(flag, text)
         # Whatever is a number is meant as one, and any text is a text.
         for kind in sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else -1):
             try:
@@ -152,12 +158,17 @@ class OptionField:
 
     def of_toml(self, value: Any, where: str, folder: Path) -> Any:
         """The value that one of a job file stands for; paths count from ``folder``."""
+        if self.takes_urls and url_of(value):
+            check_url(where, value)
+            return value if str in _kinds(self.kind) else Path(value)
         return self.resolved(_as_kind(value, self.kind, where), folder)
 
     def resolved(self, value: Any, folder: Path) -> Any:
         """A value whose paths count from ``folder``."""
         if isinstance(value, tuple | list):
             return type(value)(self.resolved(item, folder) for item in value)
+        if self.takes_urls and url_of(value):
+            return value
         if isinstance(value, Path):
             return folder / value
         if isinstance(value, str) and self.resolve is not None:
@@ -177,6 +188,8 @@ class OptionField:
             self.also(flag, value)
         if [*_kinds(self.kind)] == [Path] and not isinstance(value, str | os.PathLike | None):
             raise UsageError(f"{flag} {value!r}: expected a path")
+        if self.takes_urls and url_of(value):
+            check_url(flag, value)
         if self.least is not None:
             check_count(flag, value, self.least)
         if self.choices and value is not None:

@@ -69,6 +69,14 @@ class StatusLine:
                 self._thread.start()
         return before
 
+    def write(self, line: str) -> None:
+        """Write a line while this process shows what it does; another rank, or a fork, writes nothing."""
+        if self._speaks:
+            self.before_output(b"\n")
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
+
     def before_output(self, data: bytes | memoryview) -> None:
         """Make room for what a command is about to write."""
         with self._lock:

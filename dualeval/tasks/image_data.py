@@ -15,6 +15,7 @@ from dualeval.data.set_names import IMAGENET, KINDS, SETS, Kind, kind_at, named_
 from dualeval.data.small_images import FASHION_MNIST_CLASSES, SmallImages, read_idx
 from dualeval.errors import UsageError
 from dualeval.options.fields import flag_of
+from dualeval.urls import url_of
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
@@ -35,8 +36,12 @@ class DataSource:
     def __init__(self, options: ImageClassificationOptions) -> None:
         self._options = options
         data = ASSETS if options.data is None else options.data
-        self._named = named_set(str(data), options.split)
-        self._path = Path(data)
+        if url_of(data):
+            from dualeval.data.stores.path import path_at
+
+            self._named, self._path = None, path_at(data)
+        else:
+            self._named, self._path = named_set(str(data), options.split), Path(data)
         # Whether it is the test set that ships with this package.
         self.is_embedded = self._named is None and self._path.resolve() == ASSETS and options.split != "train"
         if (named := self._named) is not None:
@@ -112,7 +117,7 @@ class DataSource:
         return {
             "data": self.text,
             "split": options.split if named is None else named.split,
-            "image_root": str(root.absolute()) if self._is_manifest else None,
+            "image_root": url_of(root) or str(root.absolute()) if self._is_manifest else None,
             "path_column": options.path_column,
             "label_column": options.label_column,
             "label_key": options.label_key,

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import PythonRows, TableOptions
 from dualeval.data.token_groups import DocumentWindows, refuse_unknown
 from dualeval.errors import UsageError
@@ -259,7 +260,7 @@ def _read(data: str | Path | PythonRows, settings: LanguageModelingOptions, cach
     asked = settings.text, TableOptions(settings.keep, settings.quoting)
     if not isinstance(data, str | Path):
         return read_language_data(data, *asked)
-    key = ("language", Path(data).absolute(), *asked)
+    key = ("language", path_at(data), *asked)
     return cache.once(key, lambda: read_language_data(data, *asked))
 
 

@@ -17,6 +17,7 @@ from dualeval.messages import nearest
 from dualeval.models.sources.source import Loading, ModelSource, WeightsSource
 from dualeval.models.weights import (
     LoadedWeights,
+    full_name,
     notes_of,
     options_of,
     place_in_file,
@@ -26,6 +27,7 @@ from dualeval.models.weights import (
 from dualeval.tasks import Task, place_of
 from dualeval.tasks.options.base import PictureOptions
 from dualeval.tasks.refusals import copy_sharing_tensors, refused_images
+from dualeval.urls import url_of
 
 # What decides the numbers of picture files, and is never assumed.
 NEEDED = ("resize", "crop", "mean", "std")
@@ -384,7 +386,7 @@ class PictureTask(Task):
         return {
             "model": self._model.name,
             **({"model_arg": self._arguments()} if self._model.arguments else {}),
-            "weights": self._source.text if path is None else str(path.absolute()),
+            "weights": self._source.text if path is None else full_name(self._source.text, path),
             **options_of(self.loaded_weights),
             "trust_checkpoint": self._model.trust,
         }
@@ -393,7 +395,7 @@ class PictureTask(Task):
         source = self._source
         if source.path is None:
             return source.text if source.seed is None else f"{source.text}, untrained"
-        path = f"{source.path}{place_in_file(self.loaded_weights)}"
+        path = f"{url_of(source.text) or source.path}{place_in_file(self.loaded_weights)}"
         return path if source.entry is None else f"{source.entry}, {path}"
 
     def _arguments(self) -> list[str]:

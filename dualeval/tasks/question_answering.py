@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.squad import questions_of_rows, read_questions
+from dualeval.data.stores.path import path_at
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -74,9 +75,9 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         max_length, stride, null_threshold = settings.max_length, settings.stride, settings.null_threshold
         TextTask.__init__(self, model, tokenizer, USE, settings)
         if isinstance(data, (str, Path)):
-            self._data, named = str(Path(data).absolute()), str(data)
+            self._data, named = str(path_at(data).absolute()), str(path_at(data))
             key = ("questions", self._data)
-            questions = (cache or DataCache()).once(key, lambda: read_questions(Path(data)))
+            questions = (cache or DataCache()).once(key, lambda: read_questions(path_at(data)))
         else:
             questions, self._data = questions_of_rows(data), type(data).__name__
             named = f"{len(questions):,} rows of a {self._data}"

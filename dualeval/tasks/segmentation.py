@@ -21,6 +21,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
 from dualeval.data.pictures import prepare
 from dualeval.data.preprocessing import OwnPreprocessing
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.messages import listed
@@ -94,7 +95,7 @@ class Segmentation(PictureTask):
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             SegmentationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
         self._options = settings = of_python(
-            SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
+            SegmentationOptions, options, metrics, model="", data=path_at(data), masks=folder
         )
         source = segmenter_of(model, dict(model_arguments or {}), trust=settings.trust_checkpoint)
         super().__init__(source, settings.weights, settings)

@@ -15,6 +15,7 @@ from dualeval.columns.late import keeps_late
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import KnownClasses, Labels
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import Choose, DataRows, PythonRows, TableOptions, column_of, read_rows
 from dualeval.data.table_labels import LEFT_OUT, TableLabels, refuse_other_names
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
@@ -112,7 +113,7 @@ class TextClassification(TextTask):
         def read() -> DataRows:
             return read_rows(data, _choose(data, *asked), _EXAMPLE, of_table)
 
-        key = ("texts", Path(data).absolute(), *asked, of_table) if isinstance(data, str | Path) else None
+        key = ("texts", path_at(data), *asked, of_table) if isinstance(data, str | Path) else None
         self._rows: DataRows = read() if key is None else (cache or DataCache()).once(key, read)
         pairs = 2 if settings.text_pair or (settings.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]

@@ -22,7 +22,7 @@ GROUND = {
     *("errors", "messages", "atomic_files", "user_code", "process", "vision_library", "columns.of_data"),
     *("options.choices", "options.evaluation", "options.fields", "options.precision"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
-    *("models.model_errors", "models.weights", "torch_errors"),
+    *("models.model_errors", "models.weights", "torch_errors", "urls"),
 }
 ALLOWED = {
     "door": {"metrics", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},
@@ -72,6 +72,7 @@ ALLOWED = {
     "launch": {"world.meetings.mpi"},
     "errors": set(),
     "torch_errors": set(),
+    "urls": set(),
     "columns.of_data": set(),
     "vision_library": set(),
     "user_code": set(),

@@ -18,8 +18,8 @@ COUNT = 120
 WITH_NAMES = ("tar", "parquet", "saved")
 
 
-def run(data: Path, out: Path) -> Result:
-    task = ImageClassification(
+def task_of(data: Path) -> ImageClassification:
+    return ImageClassification(
         model="tests.vehicles.faulty_models:fashion_cnn",
         weights=str(ASSETS / "fashion_cnn.safetensors"),
         data=data,
@@ -29,7 +29,10 @@ def run(data: Path, out: Path) -> Result:
         mean=(0.286,),
         std=(0.353,),
     )
-    return evaluate(task, out, batch_size=4)
+
+
+def run(data: Path, out: Path) -> Result:
+    return evaluate(task_of(data), out, batch_size=4)
 
 
 @pytest.fixture(scope="module")

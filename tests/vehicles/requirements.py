@@ -24,6 +24,9 @@ MPI_WHEELS = Path(sys.prefix) / "mpi"
 # The environment of benchmarks/peers.py; the Makefile makes it.
 PEERS_READY = ".venv-peers/.ready"
 PEERS_PYTHON = Path(__file__).resolve().parents[2] / ".venv-peers/bin/python"
+# The environment of a server of S3; the Makefile makes it.
+MOTO_READY = ".venv-moto/.ready"
+MOTO_PYTHON = Path(__file__).resolve().parents[2] / ".venv-moto/bin/python"
 BROWSER = Path("/usr/bin/chromium")
 # Where daemons are; not everyone has it on the PATH.
 SYSTEM_BIN = f"/usr/sbin{os.pathsep}/sbin"
@@ -102,6 +105,10 @@ def _without_peers() -> str | None:
     return None if PEERS_PYTHON.exists() else f"there is no {PEERS_PYTHON}; type: make {PEERS_READY}"
 
 
+def _without_moto() -> str | None:
+    return None if MOTO_PYTHON.exists() else f"there is no {MOTO_PYTHON}; type: make {MOTO_READY}"
+
+
 def _without_browser() -> str | None:
     if not BROWSER.exists():
         return "there is no chromium; type: apt install chromium"
@@ -117,6 +124,7 @@ _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "quotas": _without_quotas,
     "mounts": _without_mounts,
     "peers": _without_peers,
+    "moto": _without_moto,
     "browser": _without_browser,
 }
 

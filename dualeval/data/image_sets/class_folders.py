@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,20 @@ from dualeval.data.image_paths import (
     shown_name,
 )
 from dualeval.data.labels import Labels, are_wnids, choose_labels, imagenet_wnids
+from dualeval.data.packed import InPieces
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.set_names import PARTS, NamedSet
+from dualeval.data.stored import ObjectPieces
+from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
+from dualeval.urls import url_of
 
 
 def open_images(at: NamedSet | Path, **options: Any) -> ImageFolder:
     """Open those of a folder, or ImageNet; what is done to each is decided afterwards (``prepared``)."""
     root = imagenet_folder(at.root, at.split) if isinstance(at, NamedSet) else at
-    return ImageFolder(root, Preprocessing(), **options)
+    return (StoredFolder if url_of(root) else ImageFolder)(root, Preprocessing(), **options)
 
 
 class ImageFolder(ImageFiles):
@@ -96,8 +100,40 @@ class ImageFolder(ImageFiles):
         return {**super().labels_used(num_classes), "passed_over": self.passed_over.to_json()}
 
 
+class StoredFolder(InPieces, ImageFolder):
+    """Images below ``root/CLASS/`` in an object store; a class folder there has a file."""
+
+    def __init__(self, root: Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(root, *arguments, **options)
+        self._pieces = ObjectPieces.below(root, self._paths)
+
+
+def _listed(root: StorePath) -> tuple[dict[str, FileNames], PassedOver]:
+    """As ``_by_class``, of a folder in a store."""
+    passed_over, files = PassedOver(), dict[str, list[str]]()
+    with doing(f"listing the files of {root}"):
+        for path, *_ in root.entries:
+            *folders, name = path.split("/")
+            hidden = any(map(is_hidden, folders))
+            passed_over.hidden_folders += hidden
+            of_class = files.setdefault(folders[0], []) if folders and not hidden else []
+            if folders and is_image(name):
+                of_class.append(path)
+            elif not hidden:
+                passed_over.add(name)
+                passed_over.beside += not folders and is_image(name)
+    _refuse_parts(
+        root,
+        sorted(files),
+        [name for name in files if any("/" in path[len(name) + 1 :] for path in files[name])],
+    )
+    return {name: FileNames(sorted(files[name])) for name in sorted(files)}, passed_over
+
+
 def _by_class(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
     """The images of each class folder, as paths below the root, and what lies there beside them."""
+    if isinstance(root, StorePath):
+        return _listed(root)
     passed_over = PassedOver()
     folders = {shown_name(name): name for name in class_folders(root, passed_over)}
     files = {}
@@ -129,13 +165,19 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
-    if (splits := [name for name in sorted(folders) if name.lower() in PARTS]) == sorted(folders) and splits:
-        filled = [name for name in splits if any(path.is_dir() for path in (root / name).glob("*"))]
+    folders.sort()
+    _refuse_parts(root, folders, (name for name in folders if any(map(Path.is_dir, (root / name).glob("*")))))
+    return folders
+
+
+def _refuse_parts(root: Path, folders: Sequence[str], with_folders: Iterable[str]) -> None:
+    """Refuse a folder whose folders are parts of a data set, of which some have folders, those of classes."""
+    if folders and all(name.lower() in PARTS for name in folders):
+        filled, splits = sorted(with_folders), folders
         raise UsageError(
             f"data folder {root} holds {' and '.join(splits)}, which are parts of a data set, not classes. "
             + (f"Give one of them: --data {root / filled[-1]}" if filled else _FLAT.format(root / splits[-1]))
         )
-    return sorted(folders)
 
 
 # torchvision's, then Kaggle's archive, then others' names.

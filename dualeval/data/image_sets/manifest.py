@@ -6,20 +6,24 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from dualeval.columns.of_data import KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
+from dualeval.data.packed import InPieces
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import LABEL_COLUMNS
+from dualeval.data.stored import ObjectPieces
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 from dualeval.messages import counted
 from dualeval.process.status_line import doing
+from dualeval.urls import url_of
 
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
@@ -30,8 +34,8 @@ def open_images(
     at: Path, *, image_root: str | Path | None, keep: tuple[str, ...], quoting: str | None, **options: Any
 ) -> ManifestImages:
     """Open those that a manifest lists; what is done to each is decided afterwards (``prepared``)."""
-    root = None if image_root is None else Path(image_root)
-    return ManifestImages(
+    root = None if image_root is None else path_at(image_root)
+    return (StoredManifest if url_of(root or at) else ManifestImages)(
         at, Preprocessing(), image_root=root, options=TableOptions(keep, quoting), **options
     )
 
@@ -88,11 +92,13 @@ class ManifestImages(WithColumns, ImageFiles):
     def _check_files(self, path: Path, *, given_root: bool) -> None:
         """Refuse a manifest of whose files none is where it is looked for."""
         places = np.unique(np.linspace(0, len(self) - 1, _LOOKED_FOR).astype(np.int64)).tolist()
-        if any(Path(self.path(place)).exists() for place in places):
-            return
+        if not any(Path(self.path(place)).exists() for place in places):
+            self._refuse_all(path, len(places), given_root=given_root)
+
+    def _refuse_all(self, path: Path, missing: int, *, given_root: bool) -> NoReturn:
         root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
         raise UsageError(
-            f"{path}: its rows name {counted(len(places), 'file')}, and none exists; the first was "
+            f"{path}: its rows name {counted(missing, 'file')}, and none exists; the first was "
             f"looked for at {self.path(0)}. Paths are relative to the folder {root}."
         )
 
@@ -101,6 +107,20 @@ class ManifestImages(WithColumns, ImageFiles):
         images = super().select(indices)
         images.kept = self.kept.select(np.asarray(indices, np.int64))
         return images
+
+
+class StoredManifest(InPieces, ManifestImages):
+    """Pictures in an object store, in the order of a manifest."""
+
+    def _check_files(self, path: Path, *, given_root: bool) -> None:
+        if str(self._root).startswith("http"):
+            raise UsageError(
+                f"{path}: single pictures are read from object stores and disks, not over https://. Give "
+                "--image-root DIR, or pack them in tar shards."
+            )
+        self._pieces = ObjectPieces.below(self._root, self._paths)
+        if self._pieces.are_missing:
+            self._refuse_all(path, len(self), given_root=given_root)
 
 
 def _opened(path: Path, path_column: str | None, label_column: str | None, options: TableOptions) -> Table:

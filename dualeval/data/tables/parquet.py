@@ -9,6 +9,7 @@ from typing import Any
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.table import Choose, Row, Table, TableOptions, check_once, class_names_in
 from dualeval.errors import UsageError
+from dualeval.urls import url_of
 
 _ROWS_AT_ONCE = 1 << 14
 
@@ -22,7 +23,7 @@ def open_table(
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path.open("rb") if url_of(path) else path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
     schema = file.schema_arrow

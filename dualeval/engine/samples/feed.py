@@ -36,7 +36,7 @@ from dualeval.engine.samples.samples import Samples
 from dualeval.engine.samples.subset import index_of, name_of
 from dualeval.engine.values.nests import tensors_in, zeros_like
 from dualeval.engine.values.options import RunOptions
-from dualeval.errors import DualevalError, UsageError, with_type
+from dualeval.errors import DualevalError, StoreError, UsageError, with_type
 from dualeval.process.start import end_with_parent
 from dualeval.tasks import Dataset, Task
 from dualeval.user_code.origin import keep_own_code, own_code
@@ -105,7 +105,7 @@ class Reader(torch.utils.data.Dataset[Read]):
                 return self._stacked(indices), ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:
-            if _found_no_room(error):
+            if isinstance(error, StoreError) or _found_no_room(error):
                 raise
             samples, failed = self._read_one_by_one(indices, error)
         else:
@@ -129,6 +129,8 @@ class Reader(torch.utils.data.Dataset[Read]):
         for index in indices:
             try:
                 samples[index] = self._read_one(index)
+            except StoreError:
+                raise
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
                 # Samples that are left out may be many: no lines are kept for them.
                 lines = "" if self._fill else own_code(error)

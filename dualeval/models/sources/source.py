@@ -16,7 +16,7 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.models.weights import LoadedWeights, check_weights_file, is_published_name, seed_of
+from dualeval.models.weights import LoadedWeights, check_weights_file, is_published_name, seed_of, weights_at
 from dualeval.process.status_line import doing
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def weights_of_file(weights: str, hint: str = "") -> WeightsSource:
     if seed is not None:
         return WeightsSource(text=weights, seed=seed)
     check_weights_file(weights, hint)
-    return WeightsSource(text=weights, path=Path(weights))
+    return WeightsSource(text=weights, path=weights_at(weights))
 
 
 def refuse_arguments(name: str, arguments: Mapping[str, Any], why: str) -> None:

@@ -37,7 +37,11 @@ class ModelOptions:
     # Set by each task, with its own help.
     model: Any = None
     weights: str | None = option(
-        None, "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.", group=MODEL, is_path=is_path_of_weights
+        None,
+        "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.",
+        group=MODEL,
+        is_path=is_path_of_weights,
+        takes_urls=True,
     )
     weights_key: str | None = option(
         None, "Key of the state_dict in a checkpoint, such as model_ema.", group=MODEL
@@ -130,6 +134,7 @@ class TextOptions(ModelOptions):
         group=MODEL,
         is_path=is_path_of_weights,
         shown="in the model's folder",
+        takes_urls=True,
     )
     adapter: Path | None = option(
         None, "Folder with an adapter of peft, merged into the model.", group=MODEL, metavar="DIR"

@@ -47,12 +47,17 @@ class ImageClassificationOptions(PictureOptions):
         group=DATA,
         resolve=data_beside,
         metavar="PATH",
+        takes_urls=True,
     )
     split: str | None = option(
         None, "Part of a data set by name.", group=DATA, choices=SPLITS, shown="test or val"
     )
     image_root: Path | None = option(
-        None, "Folder that a manifest's paths are relative to.", group=DATA, shown="the manifest's"
+        None,
+        "Folder that a manifest's paths are relative to.",
+        group=DATA,
+        shown="the manifest's",
+        takes_urls=True,
     )
     path_column: str | None = same("path_column")
     label_column: str | None = option(

@@ -41,7 +41,10 @@ class LanguageModelingOptions(AnswerOptions, TextOptions):
         }
 
     data: Path = option(
-        help="Text file, folder of text files, or table (.jsonl, .parquet, .csv).", group=DATA, metavar="PATH"
+        help="Text file, folder of text files, or table (.jsonl, .parquet, .csv).",
+        group=DATA,
+        metavar="PATH",
+        takes_urls=True,
     )
     text: str | None = option(
         None, "Column of the documents.", group=DATA, metavar="COLUMN", shown="by the columns"

@@ -61,7 +61,9 @@ class QuestionAnsweringOptions(TextOptions):
             "best_thresholds": "the null thresholds that give the best exact match and F1 (SQuAD v2.0)",
         }
 
-    data: Path = option(help="Questions in the JSON format of SQuAD.", group=DATA, metavar="FILE")
+    data: Path = option(
+        help="Questions in the JSON format of SQuAD.", group=DATA, metavar="FILE", takes_urls=True
+    )
     max_length: int = option(
         384, "Maximum tokens of a window (question and text).", group=_QUESTIONS, least=1
     )

@@ -41,7 +41,9 @@ class SegmentationOptions(PictureOptions):
         }
 
     model: str = option(help="torchvision name, hf:DIR, pkg.mod:fn, file.", group=MODEL, resolve=model_beside)
-    data: Path = option(help="Folder of pictures, a manifest (.csv), or shards (.tar).", group=DATA)
+    data: Path = option(
+        help="Folder of pictures, a manifest (.csv), or shards (.tar).", group=DATA, takes_urls=True
+    )
     masks: Path | None = option(
         None, "Folder of their masks, of the same names.", group=DATA, shown="the manifest's", metavar="DIR"
     )

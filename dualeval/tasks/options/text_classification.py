@@ -35,7 +35,10 @@ class TextClassificationOptions(TextOptions):
         }
 
     data: Path = option(
-        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.", group=DATA, metavar="FILE"
+        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.",
+        group=DATA,
+        metavar="FILE",
+        takes_urls=True,
     )
     text: str | None = option(
         None, "Column of the texts.", group=DATA, metavar="COLUMN", shown="text, sentence, ..."

@@ -1,0 +1,71 @@
+"""Which texts are addresses of files in object stores or on the web, and which of these are taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from urllib.parse import urlsplit
+
+from dualeval.errors import UsageError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# A Path has lost one of the slashes.
+_OF_STORE = re.compile(r"(s3|gs|az|https?):/{1,2}(?=[^/])")
+_OWN_HOSTS = ("127.0.0.1", "localhost")
+
+
+def url_of(value: object) -> str | None:
+    """The address that a path or text is; None where it is none of the kinds that are read."""
+    text = str(value) if isinstance(value, str | PurePath) else ""
+    match = _OF_STORE.match(text)
+    return None if match is None else f"{match[1]}://{text[match.end() :]}"
+
+
+def without_secrets(url: str) -> str:
+    """An address without user, password and query, which may be a signature."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{re.sub(r'^[^/]*@', '', rest).partition('?')[0]}"
+
+
+def is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what an address of the web gives."""
+    parts = urlsplit(url)
+    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _OWN_HOSTS)
+
+
+def refuse_url(what: str, text: str, why: str = "") -> None:
+    """Refuse an address, of an object store or of the web, where a path is expected."""
+    if _URL.match(text):
+        why = why or ", expected a path: copy it to a disk first, or mount it."
+        raise UsageError(f"{what} {without_secrets(text)} is a URL{why}")
+
+
+def check_url(what: str, value: object) -> None:
+    """Check an address that is read; a text that is none is not looked at."""
+    if (url := url_of(value)) is None:
+        refuse_url(what, str(value))
+        return
+    shown, parts = without_secrets(url), urlsplit(url)
+    if "@" in parts.netloc:
+        raise UsageError(
+            f"{what} {shown} has a user or password in it, which would be seen by others. {_CREDENTIALS}"
+        )
+    if "?" in url:
+        raise UsageError(
+            f"{what} {shown} has a query (?...), expected an address without: a signature in it is a secret, "
+            f"and would be seen by others. {_CREDENTIALS}"
+        )
+    if parts.scheme == "http" and not is_safe(url):
+        raise UsageError(
+            f"{what} {shown}: over http:// anyone on the way can change what is evaluated. Give https://, or "
+            "copy the file to a disk."
+        )
+    if not parts.netloc or not parts.path.strip("/"):
+        place = "HOST" if parts.scheme.startswith("http") else "BUCKET"
+        raise UsageError(f"{what} {shown} names no file. Expected {parts.scheme}://{place}/PATH.")
+
+
+_CREDENTIALS = (
+    "Credentials come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY)."
+)

@@ -1,0 +1,144 @@
+"""Runs over data in an object store: those of the folder, to the digest; a store of moto's among them."""
+
+from __future__ import annotations
+
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dualeval.data.stores import arrow
+from dualeval.errors import StoreError
+from dualeval.result import Result, read_result
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate
+from tests.tasks.test_packed_runs import COUNT, run, task_of
+from tests.vehicles.faults import ended_run
+from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
+from tests.vehicles.packed_pictures import JOB, as_folder, as_tars, fashion
+from tests.vehicles.requirements import MOTO_PYTHON
+
+SHARDS = "bucket/shards/val-{0..2}.tar"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("stored")
+    for pack in (as_folder, as_tars):
+        pack(fashion(COUNT), home)
+    rows = [f"{name},{name[:1]}" for name, _ in fashion(COUNT)]
+    (home / "val/val.csv").write_text("\n".join(["path,label", *rows]))
+    return home
+
+
+@pytest.fixture(scope="module")
+def of_folder(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run(home / "val", tmp_path_factory.mktemp("run") / "out")
+
+
+@pytest.fixture(scope="module")
+def store(home: Path) -> Iterator[ObjectStore]:
+    with object_store() as running:
+        put_all(running, home, "bucket")
+        yield running
+
+
+@pytest.fixture
+def variables(store: ObjectStore, tmp_path: Path) -> dict[str, str]:
+    return {**CREDENTIALS, "AWS_ENDPOINT_URL": store.endpoint, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def check(result: Result, of_folder: Result) -> None:
+    assert result.samples["evaluated"] == COUNT
+    assert result.metrics_digest == of_folder.metrics_digest
+    assert result.samples_digest == of_folder.samples_digest
+
+
+@pytest.mark.parametrize(
+    "form", [f"s3://{SHARDS}", f"HTTP/{SHARDS}", "s3://bucket/val", "s3://bucket/val/val.csv"]
+)
+def test_each_form_has_the_digests_of_the_folder(
+    store: ObjectStore,
+    variables: dict[str, str],
+    of_folder: Result,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arrow._make.cache_clear()
+    data = form.replace("HTTP", store.endpoint)
+    result = run(Path(data), out)
+    check(result, of_folder)
+    text = (out / "result.json").read_text()
+    assert f'"data": "{data}"' in text
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in text
+
+
+def test_a_store_that_refuses_ends_the_run_where_samples_may_be_skipped(
+    store: ObjectStore, variables: dict[str, str], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arrow._make.cache_clear()
+    images = task_of(Path(f"s3://{SHARDS}"))
+
+    def expired(handler: Handler) -> bool:
+        handler.refuse(403, "ExpiredToken")
+        return True
+
+    monkeypatch.setattr(store, "fault", expired)
+    with pytest.raises(StoreError, match="credentials have expired"):
+        evaluate(images, out, batch_size=4, on_error="skip")
+
+
+def test_two_ranks_that_are_killed_go_on_to_the_digest(
+    launch: Launch, variables: dict[str, str], of_folder: Result, tmp_path: Path
+) -> None:
+    command = ["dualeval", "run", *JOB, "--data", f"s3://{SHARDS}", "--workers", "1", "--out", "out"]
+    command += ["--nproc", "2"]
+    fault = "slow:0.1 all 0;kill 1 7"
+    killed = ended_run(launch, command, 2, tmp_path, fault=fault, flush_s=0.1, variables=variables)
+    assert killed.launchers[0].returncode != 0, killed.said()
+    done = ended_run(launch, command, 2, tmp_path, variables=variables)
+    assert done.launchers[0].returncode == 0, done.said()
+    result = read_result(tmp_path / "out" / "result.json")
+    assert result.chunks["resumed"] > 0
+    check(result, of_folder)
+
+
+@pytest.mark.needs("moto")
+def test_a_store_of_moto_has_the_digests_of_the_folder(
+    home: Path, of_folder: Result, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(
+        [MOTO_PYTHON, Path(__file__).parents[1] / "vehicles/moto_server.py"],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            endpoint = server.stdout.readline().strip()
+            for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            _put(f"{endpoint}/bucket", b"")
+            for path in (each for each in home.rglob("*") if each.is_file()):
+                _put(f"{endpoint}/bucket/{path.relative_to(home).as_posix()}", path.read_bytes())
+            arrow._make.cache_clear()
+            for number, data in enumerate((f"s3://{SHARDS}", "s3://bucket/shards")):
+                check(run(Path(data), out / str(number)), of_folder)
+        finally:
+            server.kill()
+
+
+def _put(url: str, content: bytes) -> None:
+    headers = {"Authorization": "AWS test:test", "Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(url, content, method="PUT", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
