@@ -47,8 +47,11 @@ def tars_at(data: Path) -> list[Path]:
 
 
 def _refuse_compressed(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(_BLOCK)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_BLOCK)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     for begin, command in _COMPRESSED.items():
         if head.startswith(begin):
             raise UsageError(
@@ -94,6 +97,8 @@ class TarReader:
         position, said, everywhere = 0, dict[bytes, bytes](), dict[bytes, bytes]()
         while True:
             header = self.read(position, _BLOCK)
+            if position == 0 and header[257:262] != b"ustar" and (what := what_it_holds(header)):
+                raise UsageError(f"{self._path} {what}.")
             if len(header) < _BLOCK:
                 raise self._torn(length)
             if header[0] == 0 and not header.strip(b"\0"):
@@ -108,7 +113,7 @@ class TarReader:
                     (everywhere if kind == b"g" else said).update(_records(self.read(data, size)))
             except ValueError as error:
                 damage = f"is damaged at byte {position:,}, where the header of a member is expected"
-                what = damage if position else what_it_holds(header) or "is no tar file"
+                what = damage if position else "is no tar file"
                 raise UsageError(f"{self._path} {what}. Fetch or pack it again.") from error
             position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
             if kind == _LONG_NAME:

@@ -198,7 +198,9 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, pictures: Pictures) -
     said = refused(folder / "test-{2..2}.parquet")
     assert said.startswith(f"{folder}/test-2.parquet has the columns x: expected pictures")
     (folder / "test-2.parquet").write_bytes(b"PAR1")
-    assert "a file of it cannot be read: " in refused(folder)
+    assert refused(folder).startswith(f"{folder}/test-2.parquet cannot be read: ")
+    (folder / "test-2.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert refused(folder).startswith(f"{folder}/test-2.parquet is a pointer of Git LFS")
 
 
 def test_options_of_columns_alone_are_taken(tmp_path: Path, pictures: Pictures) -> None:

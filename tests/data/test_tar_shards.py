@@ -273,7 +273,7 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     with TarReader(path) as reader:
         members = [*reader.members()]
     ends = [offset + -(-size // 512) * 512 for _, offset, size in members]
-    for length in (ends[-1], ends[-1] - 1, ends[1], ends[1] + 100, ends[1] + 600, 0):
+    for length in (ends[-1], ends[-1] - 1, ends[1], ends[1] + 100, ends[1] + 600, 300):
         path.write_bytes(content[:length])
         said = f"{path} is cut off: it ends after {length:,} bytes without tar's end mark. Fetch or pack"
         assert refused(path) == f"{said} it again."
@@ -288,8 +288,15 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
         assert f"{path} is damaged at byte" in refused(path)
     path.write_bytes(content + content)
     assert "has members behind its end mark" in refused(path)
-    path.write_bytes(b"<!DOCTYPE html><title>404</title>" + bytes(600))
-    assert f"{path} is a web page" in refused(path)
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert f"{path} is no tar file. Fetch or pack it again" in refused(path)
+    for content, said in (
+        (b"<!DOCTYPE html><title>404</title>" + bytes(600), "is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (b"", "is empty (0 bytes)"),
+    ):
+        path.write_bytes(content)
+        assert refused(path).startswith(f"{path} {said}")
 
 
 def test_compressed_sparse_and_linked_ones_are_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import pyarrow.parquet
 
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
+from dualeval.data.contents import what_it_is
 from dualeval.data.image_files import FileNames, check_unchanged, digest_of
 from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
 from dualeval.data.set_names import is_parquet_name, is_picture_type, is_saved_folder
@@ -64,7 +65,7 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
     kind: type[_Cells] = _ArrowCells if is_saved_folder(at) else _ParquetCells
     paths = kind.files_at(at)
     try:
-        schemas = [kind.schema(path) for path in paths]
+        schemas = [_schema(kind, path) for path in paths]
         schema = schemas[0]
         columns = schema.names
         for path, other in zip(paths, schemas, strict=True):
@@ -85,6 +86,14 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
         )
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"--data {at}: a file of it cannot be read: {error}") from error
+
+
+def _schema(kind: type[_Cells], path: Path) -> Any:
+    try:
+        return kind.schema(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        what = what_it_is(path) if path.is_file() else None
+        raise UsageError(f"{path} {what or f'cannot be read: {error}'}") from error
 
 
 def _rows(
