@@ -70,5 +70,5 @@ def test_a_sample_without_a_part_is_named(tmp_path: Path, members: dict[str, byt
 
 def test_masks_elsewhere_are_refused(tmp_path: Path) -> None:
     path = pack(tmp_path / "x.tar", {"a.jpg": b"", "a.png": b""})
-    with pytest.raises(UsageError, match="in tar shards a mask lies beside its picture"):
+    with pytest.raises(UsageError, match="in it a mask lies beside its picture"):
         task(path, masks=tmp_path)
