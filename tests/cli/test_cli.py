@@ -181,9 +181,9 @@ except UsageError as error:
     ("words", "message"),
     [
         (["export", "s3://runs/1", "--to", "jsonl:x"], "the path s3://runs/1 is a URL, expected a path"),
-        (["run", "--out", "gs://runs"], "the path gs://runs is a URL"),
-        (["run", "--model", "resnet18", "--weights", "s3://a/b.pt"], "--weights s3://a/b.pt is a URL"),
-        (["run", "--data", "https://a/b"], "--data https://a/b is a URL"),
+        (["run", "--out", "gs://runs"], "--out gs://runs is a URL"),
+        (["run", "--model", "resnet18", "--weights", "ftp://a/b.pt"], "--weights ftp://a/b.pt is a URL"),
+        (["run", "--data", "http://a/b"], "--data http://a/b: over http://"),
         (["run", "--task", "object-detection"], "--task examples/detection.py:rectangles"),
     ],
 )

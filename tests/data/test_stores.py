@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -39,7 +38,7 @@ from dualeval.tasks.segmentation import Segmentation
 from dualeval.urls import check_url, url_of
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles.masked_pictures import Exact, write_pictures
-from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
+from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, mark_of, object_store, put_all
 from tests.vehicles.packed_pictures import Pictures, as_folder, as_tars, fashion, pack
 from tests.vehicles.questions import write_questions
 
@@ -242,7 +241,7 @@ def cut(handler: Handler) -> None:
     content, _ = handler.server.objects[handler.path.lstrip("/")]
     first, last = (int(number) for number in re.findall(r"\d+", handler.headers["Range"]))
     part = content[first : last + 1]
-    mark = f'"{hashlib.md5(content).hexdigest()}"'
+    mark = mark_of(content)
     headers = {"ETag": mark, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}
     handler.send(206, part, headers, only=len(part) // 2)
 

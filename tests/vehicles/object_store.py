@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -55,6 +56,12 @@ class ObjectStore(ThreadingHTTPServer):
         """A client that has hung up is none."""
 
 
+@lru_cache
+def mark_of(content: bytes) -> str:
+    """The ETag, as S3 has it."""
+    return f'"{hashlib.md5(content).hexdigest()}"'
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers of the store."""
 
@@ -92,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
                 store.at_once -= 1
 
     def _object(self, content: bytes, modified: float) -> None:
-        mark, store = f'"{hashlib.md5(content).hexdigest()}"', self.server
+        mark, store = mark_of(content), self.server
         headers = {"Accept-Ranges": "bytes"}
         if store.has_marks:
             headers |= {"ETag": mark, "Last-Modified": formatdate(modified, usegmt=True)}
