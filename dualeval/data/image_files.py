@@ -265,7 +265,7 @@ class ImageFiles:
 
     def left_out(self) -> list[str]:
         """What some of the files have that is left out where they are read."""
-        places = range(0, len(self), -(-len(self) // _LOOKED_INTO) or 1)
+        places = self._looked_into(_LOOKED_INTO)
         by_kind: dict[str, list[int]] = {}
         opened = self._openings(places)
         for place in places:
@@ -276,6 +276,9 @@ class ImageFiles:
                         by_kind.setdefault(kind, []).append(place)
         of = f"of {counted(len(places), 'picture')} looked into"
         return [f"{len(some)} {of} have, as {self.id(some[0])}, {kind}" for kind, some in by_kind.items()]
+
+    def _looked_into(self, most: int) -> range:
+        return range(0, len(self), -(-len(self) // most) or 1)
 
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How labels became classes, as in result.json."""

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dualeval.data.image_paths import EXTENSIONS
+from dualeval.data.packed import Labelled
 from dualeval.data.tar import Member, TarReader, tars_at
-from dualeval.data.tar_index import TarIndex, read_index
+from dualeval.data.tar_index import read_index
 
 # Formats of masks, and what stands before these where a mask is named; the last is beside a picture alone.
 _FORMATS = (".png", ".tif", ".tiff", ".bmp")
 _NAMED = (".mask", ".seg", "")
 
 
-def find_masked(data: Path) -> TarIndex:
-    """Where pictures lie, and where their masks."""
-    return read_index(data, tars_at(data), "picture and mask", 2, _choose)
+def find_masked(data: Path) -> Labelled:
+    """Where pictures lie, and where their masks; without labels."""
+    return read_index(data, tars_at(data), "mask", _choose, files=2)
 
 
 def _choose(

@@ -358,7 +358,7 @@ def open_masked(
         pictures, of_masks = (
             PackedImages(pieces, data, index.names, targets, whole_files=whole, **common)
             # All bytes of masks, as below.
-            for pieces, whole in zip(index.pieces, (whole_files, True), strict=True)
+            for pieces, whole in zip((index.pieces, *index.others), (whole_files, True), strict=True)
         )
         none = np.empty(0, np.int64)
         return MaskedPictures(

@@ -17,17 +17,24 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
-from dualeval.data.image_files import FileNames, ImageFiles, check_unchanged, digest_of, digest_or_unreadable
+from dualeval.data.image_files import (
+    PATH_COLUMNS,
+    FileNames,
+    ImageFiles,
+    check_unchanged,
+    digest_of,
+    digest_or_unreadable,
+)
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.stores.requests import notes
+from dualeval.data.table import column_of
 from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_other_names
 from dualeval.errors import UsageError
 
 # Of each process: a thread reads one after the other.
 _OPEN_FILES = 8
-
-
 # Size and time of change, in ns.
 State: TypeAlias = tuple[int, int]
 
@@ -42,6 +49,9 @@ class Pieces(ABC):
     # Where each ends, and where the samples are, in bytes or rows, as if the files were one.
     ends: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
+
+    # Whether a sample is read with many others.
+    in_groups = False
 
     @abstractmethod
     def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
@@ -141,6 +151,10 @@ class InPieces(ImageFiles):
     def _is_file(self, index: int) -> bool:
         return True
 
+    def _looked_into(self, most: int) -> range:
+        # Each of those that are spread over all would be read with many others.
+        return range(min(most, len(self))) if self._pieces.in_groups else super()._looked_into(most)
+
     def _sizes(self, chosen: range) -> Iterator[int]:
         return iter(self._pieces.sizes(len(chosen)))
 
@@ -195,6 +209,8 @@ class Labelled:
     codes: npt.NDArray[np.int32]
     labels: TableLabels
     notes: Sequence[str] = ()
+    # Further bytes of the same samples, as of masks.
+    others: Sequence[Pieces] = ()
     # Other columns of the samples.
     kept: KeptColumns = NO_COLUMNS
 
@@ -221,6 +237,22 @@ class Labelled:
         if (targets == LEFT_OUT).all():
             raise UsageError(f"--data {of}: the class map leaves out all labels that samples have.")
         return images.select(np.flatnonzero(targets != LEFT_OUT))
+
+
+def columns_of(
+    of: Path,
+    pictures: Sequence[str],
+    others: Sequence[str],
+    path_column: str | None,
+    label_column: str | None,
+) -> tuple[str, str]:
+    """The columns of pictures and labels, of those that may be."""
+    if len(pictures) == 1 and path_column is None:
+        path_column = pictures[0]
+    return (
+        column_of(of, pictures, path_column, PATH_COLUMNS, "--path-column", "the pictures"),
+        column_of(of, others, label_column, LABEL_COLUMNS, "--label-column", "their labels"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

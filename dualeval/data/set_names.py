@@ -115,7 +115,10 @@ def has_idx(folder: Path) -> bool:
     return any(file for end in ("", ".gz") for file in folder.glob(f"*-images-idx3-ubyte{end}"))
 
 
-_OF_COLUMNS: dict[str, Any] = {"options": ("path_column", "label_column"), "what": "pictures in columns"}
+_OF_COLUMNS: dict[str, Any] = {
+    "options": ("path_column", "label_column"),
+    "what": "manifests and pictures in columns",
+}
 _OF_MANIFEST: dict[str, Any] = {
     "options": ("image_root", "path_column", "label_column", "quoting"),
     "what": f"a manifest, a file that ends with {', '.join(TABLES)}",

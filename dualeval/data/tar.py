@@ -42,14 +42,20 @@ _LINKED = "Pack the file itself: tar --dereference --hard-dereference -cf NEW.ta
 def tars_at(data: Path) -> list[Path]:
     """The tar files of a value of ``--data``."""
     paths = shards_at(data, is_tar_name, "shards/val-{000..063}.tar")
+    plain = {path.name for path in paths if path.suffix == ".tar"}
+    # What is told to unpack may stay beside what has come of it.
+    paths = [path for path in paths if path.name in plain or not {path.stem, f"{path.stem}.tar"} & plain]
     for path in paths:
         _refuse_compressed(path)
     return paths
 
 
 def _refuse_compressed(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(_BLOCK)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_BLOCK)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     for begin, command in _COMPRESSED.items():
         if head.startswith(begin):
             raise UsageError(
@@ -104,21 +110,28 @@ class TarReader:
         length, position, said, everywhere = self._length, 0, dict[bytes, bytes](), dict[bytes, bytes]()
         while True:
             header = self.read(position, _BLOCK)
+            if position == 0 and header[257:262] != b"ustar" and (what := what_it_holds(header)):
+                raise UsageError(f"{self._path} {what}.")
             if len(header) < _BLOCK:
                 raise self._torn(length)
             if header[0] == 0 and not header.strip(b"\0"):
                 break
-            kind, data, size = header[156:157], position + _BLOCK, self._size(header, position)
-            if kind not in _PAX + _LONG_NAME + _LONG_LINK:
-                size = int(said.get(b"size", size))
+            try:
+                kind, data, size = header[156:157], position + _BLOCK, _size(header)
+                if kind not in _PAX + _LONG_NAME + _LONG_LINK:
+                    size = int(said.get(b"size", size))
+                if data + size > length:
+                    raise self._torn(length)
+                if kind in _PAX:
+                    (everywhere if kind == b"g" else said).update(_records(self.read(data, size)))
+            except ValueError as error:
+                damage = f"is damaged at byte {position:,}, where the header of a member is expected"
+                what = damage if position else "is no tar file"
+                raise UsageError(f"{self._path} {what}. Fetch or pack it again.") from error
             position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-            if data + size > length:
-                raise self._torn(length)
             if kind == _LONG_NAME:
                 said[b"path"] = self.read(data, size).rstrip(b"\0")
-            elif kind in _PAX:
-                (everywhere if kind == b"g" else said).update(_records(self.read(data, size)))
-            elif kind != _LONG_LINK:
+            elif kind not in _PAX + _LONG_LINK:
                 said = {**everywhere, **said}
                 name = said.get(b"path") or _name(header)
                 if kind == _SPARSE or any(key.startswith(b"GNU.sparse") for key in said):
@@ -156,24 +169,6 @@ class TarReader:
         if parts:
             yield os.fsdecode(key), parts
 
-    def _size(self, header: bytes, position: int) -> int:
-        """The size in a header, whose check sum is right."""
-        try:
-            # The sum of all bytes, where those of the sum itself count as eight blanks. Adler's low half is
-            # one more, modulo 65,521; Python's sum would take as long as all else here.
-            stored = header[148:156]
-            total = int(stored.strip(b" \0") or b"0", 8) + sum(stored) - 8 * ord(" ")
-            if ((zlib.adler32(header) & 0xFFFF) - 1 - total) % 65521:
-                raise ValueError("another sum")
-            field = header[124:136]
-            return (
-                int.from_bytes(field[1:], "big") if field[0] & 0x80 else int(field.strip(b" \0") or b"0", 8)
-            )
-        except ValueError as error:
-            damage = f"is damaged at byte {position:,}, where the header of a member is expected"
-            what = damage if position else what_it_holds(header) or "is no tar file"
-            raise UsageError(f"{self._path} {what}. Fetch or pack it again.") from error
-
     def _torn(self, length: int) -> UsageError:
         return UsageError(
             f"{self._path} is cut off: it ends after {length:,} bytes without tar's end mark. Fetch or pack "
@@ -192,6 +187,17 @@ class TarReader:
         return UsageError(f"{self._path}: the member {os.fsdecode(name)!r} {fault}. {mend}.")
 
 
+def _size(header: bytes) -> int:
+    """The size in a header; ValueError where its check sum is another one."""
+    # The sum of all bytes, where those of the sum itself count as eight blanks. Adler's low half is one more,
+    # modulo 65,521; Python's sum would take as long as all else here.
+    stored, field = header[148:156], header[124:136]
+    total = int(stored.strip(b" \0") or b"0", 8) + sum(stored) - 8 * ord(" ")
+    if ((zlib.adler32(header) & 0xFFFF) - 1 - total) % 65521:
+        raise ValueError("another sum")
+    return int.from_bytes(field[1:], "big") if field[0] & 0x80 else int(field.strip(b" \0") or b"0", 8)
+
+
 def _name(header: bytes) -> bytes:
     name = header[:100].split(b"\0", 1)[0]
     # GNU's own headers have times where those of POSIX have the folder.
@@ -203,6 +209,8 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of a header of POSIX: each "LENGTH KEY=VALUE" and a line's end."""
     while b" " in data:
         length = int(data[: data.index(b" ")])
+        if length <= 0:
+            raise ValueError("a record without a length")
         key, _, value = data[data.index(b" ") + 1 : length - 1].partition(b"=")
         yield key, value
         data = data[length:]

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,9 +16,10 @@ import numpy.typing as npt
 
 from dualeval.data.image_files import FileNames
 from dualeval.data.index_cache import IndexCache
-from dualeval.data.packed import FilePieces
+from dualeval.data.packed import FilePieces, Labelled
 from dualeval.data.stored import StorePieces
 from dualeval.data.stores.path import StorePath
+from dualeval.data.table_labels import TableLabels
 from dualeval.data.tar import Member, TarReader
 from dualeval.errors import UsageError
 from dualeval.messages import counted
@@ -36,79 +36,59 @@ _LARGEST = 2**32 - 1
 Choose: TypeAlias = Callable[[TarReader, str, Mapping[str, Member]], "tuple[Sequence[Member], Any] | None"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TarIndex:
-    """The samples of tar shards."""
-
-    # Of each file of a sample where it lies.
-    pieces: Sequence[FilePieces]
-    names: FileNames
-    # Of each sample the place of its value among all, of these each one, and the first sample that has it.
-    codes: npt.NDArray[np.int32]
-    values: Sequence[Any]
-    firsts: Sequence[int]
-    # Sentences for people.
-    notes: Sequence[str]
+# Of a shard: the names one behind the other and where each ends, offsets and lengths of each file, and the
+# place of each value among its values, which are in the order of their first samples; these, and how many
+# files are of no sample.
+_Shard: TypeAlias = tuple[Mapping[str, npt.NDArray[Any]], tuple[Sequence[Any], int]]
 
 
-def read_index(at: Path, paths: Sequence[Path], purpose: str, files: int, choose: Choose) -> TarIndex:
-    """Look for the samples of shards, of so many files each; ``purpose`` is all that ``choose`` goes by."""
-    caches = [IndexCache(path, purpose) for path in paths]
+def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, files: int = 1) -> Labelled:
+    """Look for the samples of shards: of so many files each, and of a value, which ``column`` names."""
+    # All that the choice goes by.
+    caches = [IndexCache(path, f"{files} of {column}") for path in paths]
     shards: list[_Shard] = []
     pool = ThreadPoolExecutor(min(_THREADS, len(paths)), "dualeval-tar")
     with doing(f"looking for the samples in {at}") as looking, pool:
         for shard in pool.map(partial(_shard, files=files, choose=choose), paths, caches):
             shards.append(shard)
-            looking.count += len(shard.arrays["codes"])
+            looking.count += len(shard[0]["codes"])
     states = np.array([cache.state for cache in caches], np.int64)
     ends = np.cumsum(states[:, 0])
-    codes, places, first = [], dict[tuple[type, Any], tuple[int, int]](), 0
-    for shard in shards:
-        of_shard, (_, firsts) = shard.arrays["codes"], np.unique(shard.arrays["codes"], return_index=True)
-        numbers = [
-            places.setdefault((type(value), value), (len(places), first + number))[0]
-            for value, number in zip(shard.values, firsts.tolist(), strict=True)
-        ]
-        codes.append(np.array(numbers, np.int32)[of_shard])
-        first += len(of_shard)
     names, notes = _names(paths, caches, shards)
-    if passed_over := sum(shard.passed_over for shard in shards):
-        notes.append(f"passed over: {counted(passed_over, 'file')} of the shards, which are of no sample")
     remote = {str(path): path.found for path in paths if isinstance(path, StorePath)}
-    return TarIndex(
-        pieces=[
+    pieces = []
+    for file in range(files):
+        offsets = [arrays[f"offsets {file}"] for arrays, _ in shards]
+        pieces.append(
             (partial(StorePieces, found=remote) if remote else FilePieces)(
                 files=[str(path.absolute()) for path in paths],
                 states=states,
                 ends=ends,
                 places=np.concatenate(
-                    [
-                        shard.arrays[f"offsets {file}"] + end - size
-                        for shard, end, size in zip(shards, ends, states[:, 0], strict=True)
-                    ]
+                    [each + first for each, first in zip(offsets, ends - states[:, 0], strict=True)]
                 ),
-                lengths=np.concatenate([shard.arrays[f"lengths {file}"] for shard in shards]),
+                lengths=np.concatenate([arrays[f"lengths {file}"] for arrays, _ in shards]),
             )
-            for file in range(files)
-        ],
+        )
+    labels = TableLabels(lambda number: f"{pieces[0].where(number)}, {names.shown(number)}", column, ())
+    codes, first, passed_over = [], 0, 0
+    for arrays, (values, count) in shards:
+        _, firsts = np.unique(arrays["codes"], return_index=True)
+        places = [
+            labels.place(first + int(number), value) for number, value in zip(firsts, values, strict=True)
+        ]
+        codes.append(np.array(places, np.int32)[arrays["codes"]])
+        first, passed_over = first + len(arrays["codes"]), passed_over + count
+    if passed_over:
+        notes.append(f"passed over: {counted(passed_over, 'file')} of the shards, which are of no sample")
+    return Labelled(
+        pieces=pieces[0],
+        others=pieces[1:],
         names=names,
         codes=np.concatenate(codes),
-        values=[value for _, value in places],
-        firsts=[number for _, number in places.values()],
+        labels=labels,
         notes=notes,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shard:
-    """The samples of a shard."""
-
-    # Names one behind the other, where each ends, offsets and lengths of each file, and the place of each
-    # value among those of the shard, which are in the order of their first samples.
-    arrays: Mapping[str, npt.NDArray[Any]]
-    values: Sequence[Any]
-    # How many files are of no sample.
-    passed_over: int
 
 
 def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
@@ -119,8 +99,7 @@ def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
 
 def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
     if (kept := cache.load()) is not None:
-        arrays, (values, passed_over) = kept
-        return _Shard(arrays=arrays, values=values, passed_over=passed_over)
+        return kept
     names, codes, places = FileNames(), array("i"), dict[tuple[type, Any], int]()
     offsets, lengths = [array("q") for _ in range(files)], [array("I") for _ in range(files)]
     passed_over = 0
@@ -139,7 +118,7 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shar
                 its_lengths.append(size)
         passed_over += reader.passed_over
     stored, ends = names.stored_all()
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "names": np.frombuffer(stored, np.uint8),
         "ends": ends,
         "codes": np.frombuffer(codes, np.int32),
@@ -149,16 +128,16 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shar
     values = [value for _, value in places]
     if len(codes) >= _WORTH_KEEPING or isinstance(path, StorePath):
         cache.keep(arrays, [values, passed_over])
-    return _Shard(arrays=arrays, values=values, passed_over=passed_over)
+    return arrays, (values, passed_over)
 
 
 def _names(
     paths: Sequence[Path], caches: Sequence[IndexCache], shards: Sequence[_Shard]
 ) -> tuple[FileNames, list[str]]:
     """The ids: the pictures' names; with that of their shard before them where shards share some."""
-    names, numbers = FileNames(), np.cumsum([len(shard.arrays["ends"]) for shard in shards])
-    for shard in shards:
-        names.extend(shard.arrays["names"].tobytes(), shard.arrays["ends"])
+    names, numbers = FileNames(), np.cumsum([len(arrays["ends"]) for arrays, _ in shards])
+    for arrays, _ in shards:
+        names.extend(arrays["names"].tobytes(), arrays["ends"])
     if (twice := names.repeated()) is None:
         return names, []
     copies: dict[str, Path] = {}

@@ -164,6 +164,18 @@ def test_a_row_without_bytes_is_a_sample_that_cannot_be_read(tmp_path: Path, pic
             data.__getitems__([index])
 
 
+def test_pictures_that_are_named_alone_are_refused(tmp_path: Path, pictures: Pictures) -> None:
+    """As to_parquet of datasets writes those of a folder."""
+    table = pyarrow.table({"image": [{"bytes": None, "path": "val/a.png"}], "label": [0]})
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    pyarrow.parquet.write_table(
+        table.set_column(0, "image", table["image"].cast(kind)), tmp_path / "x.parquet"
+    )
+    assert "names its pictures by paths, such as val/a.png, and does not hold them" in refused(
+        tmp_path / "x.parquet"
+    )
+
+
 def test_what_is_not_understood_is_refused(tmp_path: Path, pictures: Pictures) -> None:
     parts = datasets.DatasetDict({"train": as_dataset(pictures[:2]), "test": as_dataset(pictures[2:4])})
     parts.save_to_disk(tmp_path / "both")
@@ -186,7 +198,9 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, pictures: Pictures) -
     said = refused(folder / "test-{2..2}.parquet")
     assert said.startswith(f"{folder}/test-2.parquet has the columns x: expected pictures")
     (folder / "test-2.parquet").write_bytes(b"PAR1")
-    assert "a file of it cannot be read: " in refused(folder)
+    assert refused(folder).startswith(f"{folder}/test-2.parquet cannot be read: ")
+    (folder / "test-2.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert refused(folder).startswith(f"{folder}/test-2.parquet is a pointer of Git LFS")
 
 
 def test_options_of_columns_alone_are_taken(tmp_path: Path, pictures: Pictures) -> None:

@@ -273,16 +273,30 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     with TarReader(path) as reader:
         members = [*reader.members()]
     ends = [offset + -(-size // 512) * 512 for _, offset, size in members]
-    for length in (ends[-1], ends[-1] - 1, ends[1], ends[1] + 100, ends[1] + 600, 0):
+    for length in (ends[-1], ends[-1] - 1, ends[1], ends[1] + 100, ends[1] + 600, 300):
         path.write_bytes(content[:length])
         said = f"{path} is cut off: it ends after {length:,} bytes without tar's end mark. Fetch or pack"
         assert refused(path) == f"{said} it again."
     path.write_bytes(content[: ends[2]] + b"\x07" * 512 + content[ends[2] + 512 :])
     assert f"{path} is damaged at byte {ends[2]:,}, where the header" in refused(path)
+    info = tarfile.TarInfo("a.png")
+    for records in (b"0 path=b\n", b"x path=b\n", b"10 size=x\n"):
+        info.size, info.type = len(records), tarfile.XHDTYPE
+        header = info.tobuf(tarfile.USTAR_FORMAT) + records.ljust(512, b"\0")
+        path.write_bytes(content[: ends[1]] + header + content[ends[1] :])
+        assert f"{path} is damaged at byte {ends[1]:,}" in refused(path) or b"size" in records
+        assert f"{path} is damaged at byte" in refused(path)
     path.write_bytes(content + content)
     assert "has members behind its end mark" in refused(path)
-    path.write_bytes(b"<!DOCTYPE html><title>404</title>" + bytes(600))
-    assert f"{path} is a web page" in refused(path)
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert f"{path} is no tar file. Fetch or pack it again" in refused(path)
+    for content, said in (
+        (b"<!DOCTYPE html><title>404</title>" + bytes(600), "is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (b"", "is empty (0 bytes)"),
+    ):
+        path.write_bytes(content)
+        assert refused(path).startswith(f"{path} {said}")
 
 
 def test_compressed_sparse_and_linked_ones_are_named(tmp_path: Path) -> None:
@@ -294,6 +308,9 @@ def test_compressed_sparse_and_linked_ones_are_named(tmp_path: Path) -> None:
         assert kind_at(other).module == "tar_shards"
         assert refused(other).endswith(f"Make a .tar of it, and give that: gunzip --keep {other}")
     assert "is compressed" in refused(tmp_path / "z")
+    (tmp_path / "z/y.tar").unlink()
+    shutil.copy(path, tmp_path / "z/x.tar")  # as both commands make it
+    assert len(opened(tmp_path / "z")) == 3
     for kind, fault in ((tarfile.GNUTYPE_SPARSE, "is sparse"), (tarfile.LNKTYPE, "is a link")):
         info = tarfile.TarInfo("s.png")
         info.type, info.linkname = kind, "other"

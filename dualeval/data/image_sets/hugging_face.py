@@ -26,11 +26,12 @@ import pyarrow.parquet
 
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
-from dualeval.data.image_files import PATH_COLUMNS, FileNames, check_unchanged, digest_of
-from dualeval.data.packed import Labelled, PackedImages, Pieces, State, states_of
-from dualeval.data.set_names import LABEL_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
+from dualeval.data.contents import what_it_is
+from dualeval.data.image_files import FileNames, check_unchanged, digest_of
+from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
+from dualeval.data.set_names import is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
-from dualeval.data.table import class_names_in, column_of
+from dualeval.data.table import class_names_in
 from dualeval.data.table_labels import Labeler, TableLabels
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
@@ -64,7 +65,7 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
     kind: type[_Cells] = _ArrowCells if is_saved_folder(at) else _ParquetCells
     paths = kind.files_at(at)
     try:
-        schemas = [kind.schema(path) for path in paths]
+        schemas = [_schema(kind, path) for path in paths]
         schema = schemas[0]
         columns = schema.names
         for path, other in zip(paths, schemas, strict=True):
@@ -77,17 +78,22 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
                 f"{paths[0]} has the columns {first_of(columns, 12)}: expected pictures, a struct of bytes "
                 "and path as Hugging Face's library writes it. A manifest is one file: --data FILE.parquet"
             )
-        if len(pictures) == 1 and path_column is None:
-            path_column = pictures[0]
-        picture = column_of(at, pictures, path_column, PATH_COLUMNS, "--path-column", "the pictures")
         others = [name for name in columns if name not in pictures]
-        label = column_of(at, others, label_column, LABEL_COLUMNS, "--label-column", "their labels")
+        picture, label = columns_of(at, pictures, others, path_column, label_column)
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(each.type)}
         return _rows(
             at, kind, paths, picture, label, schema, FurtherColumns(others, (label,), keep, unfit=unfit)
         )
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"--data {at}: a file of it cannot be read: {error}") from error
+
+
+def _schema(kind: type[_Cells], path: Path) -> Any:
+    try:
+        return kind.schema(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        what = what_it_is(path) if path.is_file() else None
+        raise UsageError(f"{path} {what or f'cannot be read: {error}'}") from error
 
 
 def _rows(
@@ -133,6 +139,13 @@ def _rows(
         places=np.arange(len(codes)),
         column=picture,
     )
+    first_cell = pieces.cell(*pieces.find(0)) if len(codes) else None
+    if is_named and first_cell is not None and not first_cell["bytes"].is_valid:
+        raise UsageError(
+            f"--data {at} names its pictures by paths, such as {names.shown(0)}, and does not hold them: "
+            "to_parquet of datasets leaves them out. Write it with dataset.save_to_disk(DIR), which takes "
+            "them in, or give a manifest of path and label."
+        )
     return Labelled(
         pieces=pieces,
         names=names,
@@ -194,7 +207,7 @@ class _Cells(Pieces):
         except pyarrow.ArrowException as error:
             raise OSError(f"{file}, row {row + 1}: {error}") from error
         if data is None:
-            raise OSError(f"{file}, row {row + 1} has no bytes: pictures that it names by paths are not read")
+            raise OSError(f"{file}, row {row + 1} has no bytes of a picture")
         return data.size, lambda count, offset: data[offset : offset + count].to_pybytes()
 
 
@@ -202,6 +215,8 @@ class _Cells(Pieces):
 
 
 class _ParquetCells(_Cells):
+    in_groups = True
+
     @staticmethod
     def files_at(at: Path) -> list[Path]:
         return shards_at(at, is_parquet_name, "val-{00..13}.parquet")

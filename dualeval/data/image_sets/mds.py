@@ -14,10 +14,8 @@ import numpy.typing as npt
 import pyarrow
 
 from dualeval.data.cache import DataCache
-from dualeval.data.image_files import PATH_COLUMNS, FileNames, check_unchanged
-from dualeval.data.packed import FilePieces, Labelled, PackedImages, State, states_of
-from dualeval.data.set_names import LABEL_COLUMNS
-from dualeval.data.table import column_of
+from dualeval.data.image_files import FileNames, check_unchanged
+from dualeval.data.packed import FilePieces, Labelled, PackedImages, State, columns_of, states_of
 from dualeval.data.table_labels import Labeler, TableLabels
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
@@ -54,10 +52,8 @@ def _read(at: Path, path_column: str | None, label_column: str | None) -> Labell
     pictures = [name for name, kind in kinds.items() if kind in _PICTURES]
     if not pictures:
         raise UsageError(f"data folder {at} has the columns {kinds}: expected one of jpeg, png or bytes")
-    wanted = pictures[0] if len(pictures) == 1 and path_column is None else path_column
-    picture = column_of(at, pictures, wanted, PATH_COLUMNS, "--path-column", "the pictures")
     usable = [name for name, kind in kinds.items() if kind in (*_WHOLE, "str")]
-    label = column_of(at, usable, label_column, LABEL_COLUMNS, "--label-column", "their labels")
+    picture, label = columns_of(at, pictures, usable, path_column, label_column)
     paths = [_file(at, shard) for shard in shards]
     states = states_of(paths)
     labels = TableLabels(lambda number: f"{at}, sample {number}", label, ())
@@ -121,6 +117,11 @@ def _parts(data: npt.NDArray[np.uint8], begin: int, shard: Mapping[str, Any]) ->
 
 class MdsPieces(FilePieces):
     """Pictures in shards, which may be packed."""
+
+    @property
+    def in_groups(self) -> bool:  # type: ignore[override]
+        """Whether there are packed ones."""
+        return any(file.endswith(".zstd") for file in self.files)
 
     def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
         file, state, first = self.find(index)

@@ -13,7 +13,7 @@ from dualeval.data.image_paths import EXTENSIONS
 from dualeval.data.packed import Labelled, PackedImages
 from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
-from dualeval.data.table_labels import Labeler, TableLabels
+from dualeval.data.table_labels import Labeler
 from dualeval.data.tar import Member, TarReader, tars_at
 from dualeval.data.tar_index import read_index
 from dualeval.errors import UsageError
@@ -34,12 +34,7 @@ def open_images(
 def _read(at: Path, label_key: str | None) -> Labelled:
     paths = tars_at(at)
     key = _label_key(paths[0], label_key)
-    index = read_index(at, paths, f"picture and {key or _CLASS}", 1, partial(_labelled, key))
-    pieces, names = index.pieces[0], index.names
-    labels = TableLabels(lambda number: f"{pieces.where(number)}, {names.shown(number)}", key or _CLASS, ())
-    for number, value in zip(index.firsts, index.values, strict=True):
-        labels.place(number, value)
-    return Labelled(pieces=pieces, names=names, codes=index.codes, labels=labels, notes=index.notes)
+    return read_index(at, paths, key or _CLASS, partial(_labelled, key))
 
 
 def _labelled(
