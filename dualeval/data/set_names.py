@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.image_paths import is_image
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 from dualeval.urls import url_of
@@ -136,6 +135,8 @@ def is_tar(path: Path) -> bool:
 
 def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
     """Whether a folder holds shards, and neither pictures nor a folder to be seen, which would be a class."""
+    from dualeval.data.image_paths import is_image
+
     if url_of(folder):
         names = [name for name, *_ in folder.entries]  # type: ignore[attr-defined] # a StorePath
         return any(map(is_shard, names)) and not any("/" in name or is_image(name) for name in names)

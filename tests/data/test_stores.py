@@ -158,7 +158,9 @@ def test_tables_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Pat
     here = read_rows(path, lambda _: ("text", "label"), example)
     for kind in ("s3", "https"):
         at = address(store, kind, f"bucket/dev.{form}")
+        store.forget()
         there = read_rows(Path(at), lambda _: ("text", "label"), example)
+        assert len(store.requests) < 20
         assert there.values == here.values
         assert there.fingerprint(3000) == here.fingerprint(3000)
         assert there.source == at
