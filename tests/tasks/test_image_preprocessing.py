@@ -198,7 +198,7 @@ def test_the_result_has_the_options_as_they_are_used(folder: Path, tmp_path: Pat
         "weights_prefix": None,
         "trust_checkpoint": False,
         "data": str(folder),
-        **dict.fromkeys(("split", "image_root", "path_column", "label_column", "quoting")),
+        **dict.fromkeys(("split", "image_root", "path_column", "label_column", "label_key", "quoting")),
         "data_fingerprint": "ends",
         "num_classes": 2,
         "class_map": None,

@@ -111,7 +111,7 @@ def test_files_that_changed_are_not_shown(pictures: Path, tmp_path: Path) -> Non
     assert "data:image/" in written()
     Image.new("RGB", (80, 30)).save(pictures / "a" / "0.png")
     found = written()
-    assert f"files of the data of {out} have changed since: none of them is shown." in found
+    assert f"files of the data of …/{out.name} have changed since: none of them is shown." in found
     assert "data:image/" not in found
 
 

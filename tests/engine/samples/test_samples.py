@@ -87,7 +87,7 @@ def test_samples_have_the_given_ids_or_their_numbers(data: Any, ids: Any, expect
         ),
         (
             lambda: dualeval.wrap(rows().to_iterable_dataset()),
-            "one after the other cannot be divided among processes",
+            "Load it without streaming=True. Or keep its samples",
         ),
     ],
 )
