@@ -274,8 +274,7 @@ def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> 
     for each in (rows, *others):
         place = int(each.places_of(pyarrow.array([name]))[0])
         if place < 0:
-            ids = each.rows.whole("id")
-            hint = nearest(name, ids.to_pylist()) if len(ids) < _LARGE else ""
+            hint = nearest(name, each.rows.whole("id").to_pylist()) if each.rows.count < _LARGE else ""
             raise UsageError(
                 f"{each.folder} has no sample {name!r}.{hint} 'dualeval show {each.folder}' lists some."
             )

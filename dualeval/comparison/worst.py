@@ -90,7 +90,7 @@ class Judged(NamedTuple):
 class Listed(NamedTuple):
     """What a list of samples is called, and how these are chosen."""
 
-    reason: str  # "mistake", "loss", "lost" or "gained", "worse" or "better"
+    reason: str  # "mistake", "loss", "lost" or "gained"
     title: str
     by: By
     # The rows that may be chosen; None for all.
@@ -252,7 +252,7 @@ class JudgedRows:
 
     def _measured(self) -> npt.NDArray[np.float64]:
         """The measure of each row, and of none behind them; NaN without one."""
-        measured = np.full(len(self.rows.whole("id")) + 1, np.nan)
+        measured = np.full(self.rows.count + 1, np.nan)
         for places, columns in self._windows():
             assert self.measure is not None
             values, there = self.measure.of(columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import kind_at
-from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.labels import FolderLabels
-from tests.vehicles.packed_pictures import Pictures, as_folder, as_mds, fashion
+from tests.vehicles.packed_pictures import Pictures, as_folder, as_mds, fashion, refusal
 
 SMALL = Preprocessing(resize=20, crop=16)
 COUNT = 40
@@ -35,11 +35,7 @@ def opened(at: Path, **options: Any) -> PackedImages:
     return images
 
 
-def refused(at: Path, **options: Any) -> str:
-    with pytest.raises(UsageError) as caught:
-        opened(at, **options)
-    assert caught.value.exit_code == EXIT_USAGE
-    return str(caught.value)
+refused = partial(refusal, opened)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import kind_at
-from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.labels import FolderLabels
 from tests.vehicles.packed_pictures import (
@@ -28,6 +29,7 @@ from tests.vehicles.packed_pictures import (
     as_parquet,
     as_saved,
     fashion,
+    refusal,
 )
 
 SMALL = Preprocessing(resize=20, crop=16)
@@ -49,11 +51,7 @@ def opened(at: Path, **options: Any) -> PackedImages:
     return images
 
 
-def refused(at: Path, **options: Any) -> str:
-    with pytest.raises(UsageError) as caught:
-        opened(at, **options)
-    assert caught.value.exit_code == EXIT_USAGE
-    return str(caught.value)
+refused = partial(refusal, opened)
 
 
 @pytest.mark.parametrize("form", COLUMNS)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dualeval.data.set_names import kind_at
 from dualeval.data.tar import TarReader, tars_at
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.labels import FolderLabels
-from tests.vehicles.packed_pictures import pack
+from tests.vehicles.packed_pictures import pack, refusal
 
 SMALL = Preprocessing(resize=20, crop=16)
 BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
@@ -62,11 +63,7 @@ def opened(
     return images
 
 
-def refused(at: Path, **options: Any) -> str:
-    with pytest.raises(UsageError) as caught:
-        opened(at, **options)
-    assert caught.value.exit_code == EXIT_USAGE
-    return str(caught.value)
+refused = partial(refusal, opened)
 
 
 def ids(images: PackedImages) -> list[str]:

@@ -39,7 +39,6 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         against=[
             Against(
                 name=MARKUP,
-                folder=f"runs/{MARKUP}",
                 verdict="net is better in loss; undecided: top1 (20 flips)",
                 rows=[
                     {
@@ -51,7 +50,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
                     }
                     | {"p": 1e-9, "verdict": "B is better", "unit": None}
                 ],
-                slices={"scanner": {"cat": {"top1": ("-1,234.5 pp", "-2,000 to +3 pp")}}},
+                slices={"scanner": {"cat": {"top1": (-12.345, "-1,234.5 pp", "-2,000 to +3 pp")}}},
                 lost=8,
                 gained=12,
                 notes=[],

@@ -7,12 +7,15 @@ import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow.parquet
+import pytest
 from PIL import Image
 
 from dualeval.data.small_images import read_idx
+from dualeval.errors import EXIT_USAGE, UsageError
 from tests.conftest import ROOT
 
 ASSETS = ROOT / "dualeval/assets"
@@ -35,6 +38,14 @@ def pack(path: Path, members: Mapping[str, bytes], form: int = tarfile.PAX_FORMA
             info.size = len(content)
             file.addfile(info, io.BytesIO(content))
     return path
+
+
+def refusal(open_images: Callable[..., object], at: Path, **options: Any) -> str:
+    """What opening says that is refused."""
+    with pytest.raises(UsageError) as caught:
+        open_images(at, **options)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
 
 
 def fashion(count: int) -> Pictures:

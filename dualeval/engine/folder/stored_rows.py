@@ -95,6 +95,8 @@ class StoredRows:
         self.path = path
         with self._opened() as file:
             schema = file.schema_arrow
+            # Number of all rows.
+            self.count: int = file.metadata.num_rows
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
         # By name, "b", "i" or "f" for columns with one number a sample, "" for the others.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualeval.comparison.compared import Comparison, compare
 from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of, highest
@@ -34,6 +34,9 @@ _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 VERSUS = " vs "
 # How metrics end that are curves.
 CURVES = "precision_by_recall"
+
+
+_Difference: TypeAlias = tuple[float, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +103,13 @@ class Against:
     """The comparison with one other run."""
 
     name: str
-    folder: str
     verdict: str
     rows: Sequence[Mapping[str, Any]]  # one a metric: name, a, b, difference, texts of it, p, verdict
     lost: int | None
     gained: int | None
     notes: Sequence[str]
-    # By grouping, label and metric, the difference in a group as it is shown.
-    slices: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]] = field(default_factory=dict)
+    # By grouping, label and metric, the difference in a group; and as it is shown, with its interval.
+    slices: Mapping[str, Mapping[str, Mapping[str, _Difference]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ def build(
             for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
         ],
         samples_total=result.samples["evaluated"],
-        legend=str(getattr(task, "legend", "")),
+        legend="" if task is None else task.legend,
         rows=rows_of(rows, dict(zip(names, others, strict=True)), comparisons),
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
@@ -291,7 +293,7 @@ def _headlines(result: Result, comparisons: Mapping[str, Comparison]) -> list[He
     ]
 
 
-def _of_groups(result: Result, a: Path, b: Path) -> dict[str, dict[str, dict[str, tuple[str, str]]]]:
+def _of_groups(result: Result, a: Path, b: Path) -> dict[str, dict[str, dict[str, _Difference]]]:
     """The differences in each group of the run, by metrics that have a number of each sample."""
     if not result.slices:
         return {}
@@ -302,7 +304,9 @@ def _of_groups(result: Result, a: Path, b: Path) -> dict[str, dict[str, dict[str
         return {}
     return {
         by: {
-            group.label: {name: shown_difference(metric) for name, metric in group.metrics.items()}
+            group.label: {
+                name: (metric.difference, *shown_difference(metric)) for name, metric in group.metrics.items()
+            }
             for group in of
             if not group.small
         }
@@ -320,7 +324,6 @@ def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, 
         reasons.insert(0, f"The runs differ in {shown_options(comparison.differs_in)}")
     return Against(
         name=other,
-        folder=comparison.a["folder"],
         verdict=comparison.said_of(run),
         rows=[
             {

@@ -249,7 +249,7 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
                 _cell(each["label"], small=each.get("small")),
                 each["samples"],
                 *_values(each, shown),
-                *(_changed(of.get(each["label"], {}).get(metric)) for metric, _, of in beside),
+                *(_cell(*of.get(each["label"], {}).get(metric, (None,))) for metric, _, of in beside),
             ]
             for each in groups
         ]
@@ -280,14 +280,6 @@ def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dic
         text, ends = _texts(value, group["intervals"].get(each.name) or (), each.unit)
         rough = " (rough)" if ends and each.name in group.get("rough", {}) else ""
         yield _cell(value, text, ends + rough)
-
-
-def _changed(difference: tuple[str, str] | None) -> dict[str, Any]:
-    """The cell of a group's difference from another run."""
-    if difference is None:
-        return _cell(None)
-    shown, ends = difference
-    return _cell(float(shown.partition(" ")[0].replace(",", "")), shown, ends)
 
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:

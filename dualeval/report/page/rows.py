@@ -29,7 +29,7 @@ def rows_of(
     A column has a ``name`` and ``values``, numbers or None; those of texts are places in its ``texts``, or
     there are none, and each row has its own text.
     """
-    of = len(rows.rows.whole("id"))
+    of = rows.rows.count
     most = MOST
     while True:
         places = np.arange(of) if of <= most else _worst(rows, comparisons, most)
@@ -84,7 +84,7 @@ def _of_others(rows: JudgedRows, others: Mapping[str, JudgedRows], places: Any) 
     for run, other in others.items():
         there = other.places_of(ids)
         # Those that the other run lacks are read as its first row, and left out.
-        of = [*_columns(other, np.maximum(there, 0))] if len(other.rows.whole("id")) else []
+        of = [*_columns(other, np.maximum(there, 0))] if other.rows.count else []
         for column in of:
             if column["name"] in (PREDICTION, "right", CONFIDENCE, other.measure and other.measure.name):
                 own = column.get("values", range(len(there)))

@@ -22,7 +22,7 @@ from dualeval.metrics.scores import FRACTION
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.detection import detectors
-from dualeval.tasks.detection.annotations import COCO_KEYPOINTS
+from dualeval.tasks.detection.annotations import COCO_KEYPOINTS, UNIT
 from dualeval.tasks.detection.categories import CategoryMap, category_map, names_from, renamed_from
 from dualeval.tasks.detection.detectors import (
     GIVEN,
@@ -39,8 +39,8 @@ from dualeval.tasks.keywords import DetectionKeywords
 from dualeval.tasks.options.detection import DetectionOptions
 from dualeval.tasks.picture_task import ChosenPreprocessing, PictureTask, named_preprocessing
 
-# Boxes that all end before it are no pixels, but of pictures as small as the next.
-_UNIT, _FEW = 1.5, 10
+# So few pixels a picture may have; of fewer boxes nothing is concluded.
+_FEW = 10
 # Of a batch's boxes; a network's own lie in the picture, or are cut there.
 _MOST_BEYOND = 0.2
 # By what is compared, what is known of objects.
@@ -365,7 +365,7 @@ class Detection(PictureTask):
                 f"{[round(each, 2) for each in boxes[at].tolist()]} in {named(at)}: expected x1, y1, x2, y2. "
                 "Of x, y, width, height return torch.cat([b[:, :2], b[:, :2] + b[:, 2:]], 1)."
             )
-        if len(boxes) > 1 and boxes.abs().max() <= _UNIT and sizes.min() > _FEW:
+        if len(boxes) > 1 and boxes.abs().max() <= UNIT and sizes.min() > _FEW:
             raise UsageError(
                 f"{begin} boxes between 0 and 1, expected pixels of the picture: multiply them by its width "
                 "and height; or by those of the input, and type --boxes-in input."
@@ -478,10 +478,6 @@ class Detection(PictureTask):
             "score_threshold": self._options.score_threshold,
             "preprocessing": self._preprocessing.to_json(),
         }
-
-
-def _whole(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:

@@ -30,8 +30,10 @@ _USUAL = (
 )
 # Of so many boxes of a file, most that end beyond their picture are no left, top, width and height.
 _MOST_BEYOND = 0.5
-# Boxes that all end before it are no pixels; an area of less than this part of its box is none of the object.
-_UNIT, _TINY = 1.5, 0.02
+# Boxes that all end before it are no pixels.
+UNIT = 1.5
+# An area of less than this part of its box is none of the object.
+_TINY = 0.02
 # Of so many objects segmentation and box are compared, which else overlap by this much.
 _LOOKED_INTO, _OVERLAP = 32, 0.5
 _WITHOUT_AREA = "{} without area: that of the box was taken."
@@ -187,7 +189,7 @@ def read_annotations(
     sizes = np.array([[images[each]["height"], images[each]["width"]] for each in order], np.int64)
     sizes = sizes.reshape(-1, 2)
     _refuse_corners(path, boxes, sizes[of_images])
-    if len(boxes) and boxes.max() <= _UNIT and sizes.min() > _UNIT:
+    if len(boxes) and boxes.max() <= UNIT and sizes.min() > UNIT:
         raise UsageError(
             f"{path}: its boxes lie between 0 and {boxes.max():g}, expected left, top, width and height in "
             "pixels: "
