@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns
-from dualeval.data.set_names import is_table
+from dualeval.data.set_names import has_rows
 from dualeval.data.stores.path import path_at
 from dualeval.data.table import AS_USUAL, DataRows, PythonRows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import Document
@@ -44,7 +44,7 @@ def read_language_data(
     Which kind rows are is found by their columns; ``text`` says which one has documents.
     """
     path = path_at(data) if isinstance(data, str | Path) else None
-    if path is not None and not (path.is_file() and is_table(path)):
+    if path is not None and not has_rows(path):
         if text is not None and path.exists():
             raise UsageError(
                 f"--text {text}: --data {data} is made of text files, which have no columns. Leave it out."

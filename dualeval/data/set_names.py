@@ -88,6 +88,11 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES and not path.is_dir()
 
 
+def has_rows(path: Path) -> bool:
+    """Whether a path is that of a table, or of tar shards, whose samples may be rows."""
+    return is_tar(path) or (path.is_file() and is_table(path))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """How images with a label each lie."""

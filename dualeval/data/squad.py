@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dualeval.data.contents import what_it_is
+from dualeval.data.set_names import has_rows
+from dualeval.data.table import read_rows
 from dualeval.errors import UsageError
 from dualeval.messages import is_unicode, listed
 
 _SHOWN_AT_MOST = 5
 # "v2.0" and the like; not a date, as "2024-03-01".
 _SECOND = re.compile(r"[vV]?2(\.[^-]*)?")
+
+# Of rows, as load_dataset("squad") has them.
+_COLUMNS = ("id", "title", "context", "question", "answers")
+_EXAMPLE = {"id": "1", "context": "...", "question": "...", "answers": {"text": [], "answer_start": []}}
 
 _EXPECTED: dict[type, str] = {
     str: "a text",
@@ -101,7 +107,12 @@ class _Wrong(Exception):
 
 
 def read_questions(path: Path) -> Questions:
-    """Read a file of questions."""
+    """Read a file of questions, or rows of them."""
+    if has_rows(path):
+        table = read_rows(path, lambda columns: tuple(name for name in _COLUMNS if name in columns), _EXAMPLE)
+        return questions_of_rows(
+            [dict(zip(table.columns, row, strict=True)) for row in table.values], table.of
+        )
     content = _read(path, "questions in the JSON format of SQuAD", "--data")
     try:
         version = _get(content, "version", str, "", "") if isinstance(content, dict) else ""
@@ -120,7 +131,7 @@ def read_questions(path: Path) -> Questions:
     )
 
 
-def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
+def questions_of_rows(rows: Sequence[Mapping[str, Any]], of: str = "the questions") -> Questions:
     """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them."""
     if isinstance(rows, Mapping):
         raise UsageError(
@@ -134,7 +145,7 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
             questions.append(_question_of_row(rows[number], texts))
         except _Wrong as wrong:
             raise UsageError(
-                f"row {number} of the questions: {wrong}. Expected the columns of "
+                f"row {number} of {of}: {wrong}. Expected the columns of "
                 "load_dataset('squad'): id, context, question, answers (text, answer_start)."
             ) from wrong
     if not questions:

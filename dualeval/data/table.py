@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.data.contents import what_it_is
-from dualeval.data.set_names import TABLES, is_table
+from dualeval.data.set_names import TABLES, has_rows, is_tar
 from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
@@ -67,7 +67,8 @@ def open_table(
     path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, options: TableOptions
 ) -> Table:
     """Open a table; its rows are read when they are asked for."""
-    form = import_module(f"dualeval.data.tables.{TABLES[path.suffix.lower()]}")
+    module = "tar" if is_tar(path) else TABLES[path.suffix.lower()]
+    form = import_module(f"dualeval.data.tables.{module}")
     table: Table = form.open_table(path, choose, example, of_texts, options)
     return table
 
@@ -205,10 +206,10 @@ def read_rows(
         options.refuse_quoting(f"a {type(data).__name__}")
         return _of_python(data, choose, example, options.keep)
     path = path_at(data)
-    if not path.is_file() or not is_table(path):
+    if not has_rows(path):
         found = "does not exist" if not path.exists() else "is not a table"
-        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(TABLES)}.")
-    if (other := what_it_is(path)) is not None:
+        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(TABLES)}, or tar shards.")
+    if not is_tar(path) and (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
     table = open_table(path, lambda columns: _with_id(columns, choose), example, options=options)
     with doing(f"reading {data}"):

@@ -6,13 +6,14 @@ over: a file that was cut off between two members, or members behind the end mar
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dualeval.data.contents import what_it_holds
 from dualeval.data.set_names import is_tar_name
@@ -20,6 +21,8 @@ from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
 
+# The parts of a sample that say its class, its text, and more of it.
+CLASS, TEXT, JSON = ".cls", ".txt", ".json"
 _BLOCK = 512
 # Read at once: a header, a small member behind it, and the next header.
 _AHEAD = 4096
@@ -168,6 +171,25 @@ class TarReader:
             parts[suffix] = member
         if parts:
             yield os.fsdecode(key), parts
+
+    def text(self, member: Member) -> str:
+        """The text of a member."""
+        name, offset, size = member
+        try:
+            return self.read(offset, size).decode()
+        except UnicodeDecodeError as error:
+            raise self.refused(name, "is no text in UTF-8", "Pack it anew") from error
+
+    def object(self, member: Member) -> dict[str, Any]:
+        """The object of JSON in a member."""
+        name, offset, size = member
+        try:
+            value = json.loads(self.read(offset, size))
+        except (ValueError, RecursionError) as error:
+            raise self.refused(name, f"is not JSON: {error}", "Pack it anew") from error
+        if not isinstance(value, dict):
+            raise self.refused(name, "is no JSON object", 'Expected {"label": 3, ...}')
+        return value
 
     def _torn(self, length: int) -> UsageError:
         return UsageError(

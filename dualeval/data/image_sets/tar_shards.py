@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from dualeval.data.packed import Labelled, PackedImages
 from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
 from dualeval.data.table_labels import Labeler
-from dualeval.data.tar import Member, TarReader, tars_at
+from dualeval.data.tar import CLASS, JSON, Member, TarReader, tars_at
 from dualeval.data.tar_index import read_index
 from dualeval.errors import UsageError
 
-_CLASS, _JSON = ".cls", ".json"
 _KINDS = (str, int, bool, float, type(None))
 
 
@@ -34,14 +32,14 @@ def open_images(
 def _read(at: Path, label_key: str | None) -> Labelled:
     paths = tars_at(at)
     key = _label_key(paths[0], label_key)
-    return read_index(at, paths, key or _CLASS, partial(_labelled, key))
+    return read_index(at, paths, key or CLASS, partial(_labelled, key))
 
 
 def _labelled(
     key: str | None, reader: TarReader, sample: str, parts: Mapping[str, Member]
 ) -> tuple[Sequence[Member], Any] | None:
     """A picture and its label."""
-    pictures, part = _pictures(parts), _JSON if key else _CLASS
+    pictures, part = _pictures(parts), JSON if key else CLASS
     if not pictures and part not in parts:
         return None
     if len(pictures) > 1:
@@ -58,13 +56,13 @@ def _label_key(path: Path, asked: str | None) -> str | None:
         for key, parts in reader.samples():
             if not _pictures(parts):
                 continue
-            if asked is None and _CLASS in parts:
+            if asked is None and CLASS in parts:
                 return None
-            if _JSON in parts:
-                of = f"{path}: {key}{_JSON}"
-                columns = [*_object(reader, parts[_JSON])]
+            if JSON in parts:
+                of = f"{path}: {key}{JSON}"
+                columns = [*reader.object(parts[JSON])]
                 return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes")
-            wanted = f"{key}{_JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{_CLASS}"
+            wanted = f"{key}{JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{CLASS}"
             raise UsageError(
                 f"{path}: the sample {key!r} is {' '.join(parts)}; expected {wanted}, right behind or before "
                 f"it in the shard. If the class is in a .json, give --label-key KEY; class folders in a tar "
@@ -80,26 +78,11 @@ def _pictures(parts: Mapping[str, Member]) -> list[str]:
     return [suffix for suffix in parts if suffix in EXTENSIONS]
 
 
-def _object(reader: TarReader, member: Member) -> dict[str, Any]:
-    name, offset, size = member
-    try:
-        value = json.loads(reader.read(offset, size))
-    except ValueError as error:
-        raise reader.refused(name, f"is not JSON: {error}", "Pack it anew") from error
-    if not isinstance(value, dict):
-        raise reader.refused(name, "is no JSON object", 'Expected {"label": 3, ...}')
-    return value
-
-
 def _label(reader: TarReader, member: Member, key: str | None) -> Any:
-    name, offset, size = member
     if key is None:
-        try:
-            return reader.read(offset, size).decode().strip()
-        except UnicodeDecodeError as error:
-            raise reader.refused(name, "is no text", "Expected a class's index or name in UTF-8") from error
-    value = _object(reader, member).get(key, reader)
+        return reader.text(member).strip()
+    value = reader.object(member).get(key, reader)
     if type(value) not in _KINDS:
         found = "is not there" if value is reader else f"is {value!r}"
-        raise reader.refused(name, f"{key!r} {found}", "Expected a class's index or name")
+        raise reader.refused(member[0], f"{key!r} {found}", "Expected a class's index or name")
     return value

@@ -22,11 +22,25 @@ def open_table(
     objects = guarded(path, _json_objects(path, shown))
     if (first := next(objects, None)) is None:
         raise UsageError(f"{path} is empty: expected lines such as {shown}")
-    columns = choose(list(first[1]))
-    further = FurtherColumns(list(first[1]), columns, options.keep)
-    rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
+    return table_of_objects(path, "line", itertools.chain([first], objects), choose, options)
+
+
+def table_of_objects(
+    path: Path,
+    unit: str,
+    objects: Iterable[tuple[int, dict[str, Any]]],
+    choose: Choose,
+    options: TableOptions,
+) -> Table:
+    """The table of numbered objects, at least one; the keys of the first are the columns."""
+    objects = iter(objects)
+    first = next(objects)
+    names = list(first[1])
+    columns = choose(names)
+    further = FurtherColumns(names, columns, options.keep)
+    rows = _rows(path, unit, itertools.chain([first], objects), columns, further.names)
     return Table(
-        path=path, unit="line", columns=columns, rows=further.split_off(rows, len(columns)), further=further
+        path=path, unit=unit, columns=columns, rows=further.split_off(rows, len(columns)), further=further
     )
 
 
@@ -50,11 +64,15 @@ def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any
             yield number, value
 
 
-def _json_rows(
-    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str], further: Sequence[str]
+def _rows(
+    path: Path,
+    unit: str,
+    objects: Iterable[tuple[int, dict[str, Any]]],
+    columns: Sequence[str],
+    further: Sequence[str],
 ) -> Iterator[Row]:
     for number, value in objects:
         try:
             yield (number, *(value[name] for name in columns), *(value.get(name) for name in further))
         except KeyError as error:
-            raise UsageError(f"{path}, line {number} has no {error.args[0]!r}") from error
+            raise UsageError(f"{path}, {unit} {number} has no {error.args[0]!r}") from error

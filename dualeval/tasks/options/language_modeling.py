@@ -41,7 +41,7 @@ class LanguageModelingOptions(AnswerOptions, TextOptions):
         }
 
     data: Path = option(
-        help="Text file, folder of text files, or table (.jsonl, .parquet, .csv).",
+        help="Text file, folder of text files, table (.jsonl, .parquet, .csv), or tar shards.",
         group=DATA,
         metavar="PATH",
         takes_urls=True,

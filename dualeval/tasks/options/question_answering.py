@@ -62,7 +62,10 @@ class QuestionAnsweringOptions(TextOptions):
         }
 
     data: Path = option(
-        help="Questions in the JSON format of SQuAD.", group=DATA, metavar="FILE", takes_urls=True
+        help="Questions: JSON of SQuAD, or rows (.jsonl, .parquet, tar shards).",
+        group=DATA,
+        metavar="FILE",
+        takes_urls=True,
     )
     max_length: int = option(
         384, "Maximum tokens of a window (question and text).", group=_QUESTIONS, least=1

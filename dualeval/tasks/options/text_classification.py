@@ -35,7 +35,7 @@ class TextClassificationOptions(TextOptions):
         }
 
     data: Path = option(
-        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.",
+        help="Texts and labels: .csv, .tsv, .jsonl, .parquet or tar shards.",
         group=DATA,
         metavar="FILE",
         takes_urls=True,
