@@ -66,7 +66,7 @@ def index(at: Path, *, drop: bool) -> tuple[float, float, PackedImages]:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     start, cpu = perf_counter(), _cpu_s()
-    images = tar_shards.open_images(at, label=_LABEL, label_key=None, whole_files=False, cache=None)
+    images = tar_shards.open_images(at, label=_LABEL, label_key=None, keep=(), whole_files=False, cache=None)
     return perf_counter() - start, _cpu_s() - cpu, images
 
 

@@ -52,7 +52,9 @@ def opened(at: str, cache: Path) -> tuple[float, Pieces]:
     """Seconds to open shards, and where their samples are."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     start = perf_counter()
-    images = tar_shards.open_images(path_at(at), label=_LABEL, label_key=None, whole_files=False, cache=None)
+    images = tar_shards.open_images(
+        path_at(at), label=_LABEL, label_key=None, keep=(), whole_files=False, cache=None
+    )
     return perf_counter() - start, images._pieces
 
 

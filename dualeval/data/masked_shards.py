@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from dualeval.data.image_paths import EXTENSIONS
 from dualeval.data.packed import Labelled
 from dualeval.data.tar import Member, TarReader, tars_at
-from dualeval.data.tar_index import read_index
+from dualeval.data.tar_index import Chosen, read_index
 
 # Formats of masks, and what stands before these where a mask is named; the last is beside a picture alone.
 _FORMATS = (".png", ".tif", ".tiff", ".bmp")
@@ -20,9 +20,7 @@ def find_masked(data: Path) -> Labelled:
     return read_index(data, tars_at(data), "mask", _choose, files=2)
 
 
-def _choose(
-    reader: TarReader, sample: str, parts: Mapping[str, Member]
-) -> tuple[Sequence[Member], None] | None:
+def _choose(reader: TarReader, sample: str, parts: Mapping[str, Member]) -> Chosen | None:
     of_masks = [f"{named}{form}" for named in _NAMED for form in _FORMATS if f"{named}{form}" in parts]
     pictures = [suffix for suffix in parts if suffix in EXTENSIONS]
     if not pictures and not of_masks:
@@ -35,4 +33,4 @@ def _choose(
         raise reader.incomplete(sample, there, missing)
     if len(pictures) > 1:
         raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
-    return [parts[pictures[0]], parts[mask]], None
+    return [parts[pictures[0]], parts[mask]], None, ()

@@ -206,7 +206,12 @@ KINDS: dict[str, Kind] = {
     "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(
-        module="tar_shards", is_at=is_tar, options=("label_key",), what="tar shards (.tar)", in_stores=True
+        module="tar_shards",
+        is_at=is_tar,
+        options=("label_key",),
+        what="tar shards (.tar)",
+        has_columns=True,
+        in_stores=True,
     ),
     "pack": Kind(module="pack", is_at=is_pack, masks="packed_masks"),
     "class_folders": Kind(module="class_folders", is_at=lambda path: path.is_dir(), in_stores=True),

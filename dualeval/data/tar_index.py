@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.image_files import FileNames
 from dualeval.data.index_cache import IndexCache
 from dualeval.data.packed import FilePieces, Labelled
@@ -31,25 +32,37 @@ _THREADS = 8
 _WORTH_KEEPING = 1000
 _LARGEST = 2**32 - 1
 
-# What is read of a sample, by its key and its files by suffix: some of them, of which the first gives its id,
-# and a value of JSON; None where nothing is.
-Choose: TypeAlias = Callable[[TarReader, str, Mapping[str, Member]], "tuple[Sequence[Member], Any] | None"]
+# What is read of a sample: some of its files, of which the first gives its id; a value of JSON; and those of
+# further columns.
+Chosen: TypeAlias = tuple[Sequence[Member], Any, Sequence[Any]]
+# It is chosen by the sample's key and its files by suffix; None where nothing is read.
+Choose: TypeAlias = Callable[[TarReader, str, Mapping[str, Member]], "Chosen | None"]
 
 
 # Of a shard: the names one behind the other and where each ends, offsets and lengths of each file, and the
-# place of each value among its values, which are in the order of their first samples; these, and how many
-# files are of no sample.
-_Shard: TypeAlias = tuple[Mapping[str, npt.NDArray[Any]], tuple[Sequence[Any], int]]
+# place of each value among its values, which are in the order of their first samples; these, how many files
+# are of no sample, and the further columns.
+_Shard: TypeAlias = tuple[Mapping[str, npt.NDArray[Any]], tuple[Sequence[Any], int, Mapping[str, list[Any]]]]
 
 
-def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, files: int = 1) -> Labelled:
+def read_index(
+    at: Path,
+    paths: Sequence[Path],
+    column: str,
+    choose: Choose,
+    files: int = 1,
+    further: FurtherColumns | None = None,
+) -> Labelled:
     """Look for the samples of shards: of so many files each, and of a value, which ``column`` names."""
+    further = further or FurtherColumns()
     # All that the choice goes by.
-    caches = [IndexCache(path, f"{files} of {column}") for path in paths]
+    purpose = " ".join((f"{files} of {column}", *map(repr, further.names)))
+    caches = [IndexCache(path, purpose) for path in paths]
     shards: list[_Shard] = []
     pool = ThreadPoolExecutor(min(_THREADS, len(paths)), "dualeval-tar")
     with doing(f"looking for the samples in {at}") as looking, pool:
-        for shard in pool.map(partial(_shard, files=files, choose=choose), paths, caches):
+        index = partial(_shard, files=files, choose=choose, further=further.names)
+        for shard in pool.map(index, paths, caches):
             shards.append(shard)
             looking.count += len(shard[0]["codes"])
     states = np.array([cache.state for cache in caches], np.int64)
@@ -72,12 +85,13 @@ def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, fil
         )
     labels = TableLabels(lambda number: f"{pieces[0].where(number)}, {names.shown(number)}", column, ())
     codes, first, passed_over = [], 0, 0
-    for arrays, (values, count) in shards:
+    for arrays, (values, count, columns) in shards:
         _, firsts = np.unique(arrays["codes"], return_index=True)
         places = [
             labels.place(first + int(number), value) for number, value in zip(firsts, values, strict=True)
         ]
         codes.append(np.array(places, np.int32)[arrays["codes"]])
+        further.take(columns)
         first, passed_over = first + len(arrays["codes"]), passed_over + count
     if passed_over:
         notes.append(f"passed over: {counted(passed_over, 'file')} of the shards, which are of no sample")
@@ -88,27 +102,31 @@ def read_index(at: Path, paths: Sequence[Path], column: str, choose: Choose, fil
         codes=np.concatenate(codes),
         labels=labels,
         notes=notes,
+        kept=further.kept(),
     )
 
 
-def _shard(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
+def _shard(path: Path, cache: IndexCache, files: int, choose: Choose, further: Sequence[str]) -> _Shard:
     # All ranks of a machine fetch each shard of a store once.
     with cache.alone() if isinstance(path, StorePath) else nullcontext():
-        return _indexed(path, cache, files, choose)
+        return _indexed(path, cache, files, choose, further)
 
 
-def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shard:
+def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose, further: Sequence[str]) -> _Shard:
     if (kept := cache.load()) is not None:
         return kept
     names, codes, places = FileNames(), array("i"), dict[tuple[type, Any], int]()
     offsets, lengths = [array("q") for _ in range(files)], [array("I") for _ in range(files)]
+    columns: dict[str, list[Any]] = {name: [] for name in further}
     passed_over = 0
     with TarReader(path) as reader:
         for key, parts in reader.samples():
             if (chosen := choose(reader, key, parts)) is None:
                 passed_over += len(parts)
                 continue
-            members, value = chosen
+            members, value, rest = chosen
+            for column, each in zip(columns.values(), rest, strict=True):
+                column.append(each)
             codes.append(places.setdefault((type(value), value), len(places)))
             names.append(os.fsdecode(members[0][0]))
             for (name, offset, size), its_offsets, its_lengths in zip(members, offsets, lengths, strict=True):
@@ -127,8 +145,8 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose) -> _Shar
     }
     values = [value for _, value in places]
     if len(codes) >= _WORTH_KEEPING or isinstance(path, StorePath):
-        cache.keep(arrays, [values, passed_over])
-    return arrays, (values, passed_over)
+        cache.keep(arrays, [values, passed_over, columns])
+    return arrays, (values, passed_over, columns)
 
 
 def _names(

@@ -87,7 +87,9 @@ def put_tars(store: ObjectStore, pictures: Pictures, home: Path) -> None:
 
 def opened(at: str | Path) -> PackedImages:
     label = FolderLabels(order="name", **BY_NAME)
-    images = tar_shards.open_images(path_at(at), label=label, label_key=None, whole_files=False, cache=None)
+    images = tar_shards.open_images(
+        path_at(at), label=label, label_key=None, keep=(), whole_files=False, cache=None
+    )
     images.preprocessing = Preprocessing(resize=20, crop=16)
     return images
 

@@ -55,10 +55,17 @@ def samples(first: int, count: int, folder: str = "") -> dict[str, bytes]:
 
 
 def opened(
-    at: Path, *, label_key: str | None = None, order: str | None = None, whole_files: bool = False
+    at: Path,
+    *,
+    label_key: str | None = None,
+    order: str | None = None,
+    keep: tuple[str, ...] = (),
+    whole_files: bool = False,
 ) -> PackedImages:
     label = FolderLabels(order=order, **BY_NAME)
-    images = tar_shards.open_images(at, label=label, label_key=label_key, whole_files=whole_files, cache=None)
+    images = tar_shards.open_images(
+        at, label=label, label_key=label_key, keep=keep, whole_files=whole_files, cache=None
+    )
     images.preprocessing = SMALL
     return images
 
@@ -160,6 +167,21 @@ def test_labels_lie_in_json_too(tmp_path: Path) -> None:
     assert "the member '1.json' is not JSON" in refused(path)
 
 
+def test_keys_of_json_are_columns_where_they_are_asked_for(tmp_path: Path, cache_folder: Path) -> None:
+    """Also where the labels are in a .cls; read once, and then from the index."""
+    members: dict[str, bytes] = {}
+    for number in range(tar_index._WORTH_KEEPING):
+        rest = {"scanner": f"s{number % 3}", "age": number} if number != 5 else {"age": number}
+        members |= {f"{number}.jpg": b"", f"{number}.cls": b"1", f"{number}.json": json.dumps(rest).encode()}
+    pack(tmp_path / "a.tar", members)
+    for _ in range(2):
+        columns = opened(tmp_path / "a.tar", keep=("scanner", "age")).columns([4, 5, 6])
+        assert columns["scanner"] == ["s1", "", "s0"]
+        assert columns["age"].tolist() == [4, 5, 6]
+    assert len([*cache_folder.glob("*.index")]) == 1
+    assert opened(tmp_path / "a.tar").columns([0]) == {}
+
+
 def test_names_that_shards_share_have_the_shard_before_them(tmp_path: Path) -> None:
     for number in range(2):
         one = {name: picture(9 + number) if name.endswith("png") else b"1" for name in samples(0, 3)}
@@ -196,7 +218,7 @@ def test_an_index_is_kept_and_made_again_after_a_change(
     (kept,) = cache_folder.iterdir()
     with monkeypatch.context() as other:
         other.setattr(TarReader, "members", lambda reader: iter(()) if kept.exists() else None)
-        other.setattr(tar_shards, "_label_key", lambda path, asked: None)
+        other.setattr(tar_shards, "_keys", lambda path, asked: (None, []))
         again = opened(path)
     assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
     assert again.fingerprint(20) == first.fingerprint(20)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_packed_runs import COUNT, run, task_of
 from tests.vehicles.faults import ended_run
+from tests.vehicles.moto_store import moto_store
 from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
 from tests.vehicles.packed_pictures import JOB, as_folder, as_tars, fashion
-from tests.vehicles.requirements import MOTO_PYTHON
 
 SHARDS = "bucket/shards/val-{0..2}.tar"
 
@@ -119,31 +117,10 @@ def test_two_ranks_that_are_killed_go_on_to_the_digest(
 def test_a_store_of_moto_has_the_digests_of_the_folder(
     home: Path, of_folder: Result, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with subprocess.Popen(
-        [MOTO_PYTHON, Path(__file__).parents[1] / "vehicles/moto_server.py"],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as server:
-        try:
-            assert server.stdout is not None
-            endpoint = server.stdout.readline().strip()
-            for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}.items():
-                monkeypatch.setenv(name, value)
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-            _put(f"{endpoint}/bucket", b"")
-            for path in (each for each in home.rglob("*") if each.is_file()):
-                _put(f"{endpoint}/bucket/{path.relative_to(home).as_posix()}", path.read_bytes())
-            arrow._make.cache_clear()
-            for number, data in enumerate((f"s3://{SHARDS}", "s3://bucket/shards")):
-                check(run(Path(data), out / str(number)), of_folder)
-        finally:
-            server.kill()
-
-
-def _put(url: str, content: bytes) -> None:
-    headers = {"Authorization": "AWS test:test", "Content-Type": "application/octet-stream"}
-    request = urllib.request.Request(url, content, method="PUT", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.status == 200
+    with moto_store(home) as endpoint:
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        arrow._make.cache_clear()
+        for number, data in enumerate((f"s3://{SHARDS}", "s3://bucket/shards")):
+            check(run(Path(data), out / str(number)), of_folder)

@@ -39,9 +39,9 @@ def text_rows() -> list[dict[str, Any]]:
 
 def question_rows() -> list[dict[str, Any]]:
     rows = []
-    for at, (context, qa) in enumerate(questions.asked(questions.squad_file())):
+    for context, qa in questions.asked(questions.squad_file()):
         answers = {key: [each[key] for each in qa["answers"]] for key in ("text", "answer_start")}
-        rows.append({"id": f"{at}", "context": context, "question": qa["question"], "answers": answers})
+        rows.append({"id": qa["id"], "context": context, "question": qa["question"], "answers": answers})
     return rows
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.image_paths import EXTENSIONS
 from dualeval.data.packed import Labelled, PackedImages
@@ -14,31 +15,41 @@ from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
 from dualeval.data.table_labels import Labeler
 from dualeval.data.tar import CLASS, JSON, Member, TarReader, tars_at
-from dualeval.data.tar_index import read_index
+from dualeval.data.tar_index import Chosen, read_index
 from dualeval.errors import UsageError
 
 _KINDS = (str, int, bool, float, type(None))
 
 
 def open_images(
-    at: Path, *, label: Labeler, label_key: str | None, whole_files: bool, cache: DataCache | None
+    at: Path,
+    *,
+    label: Labeler,
+    label_key: str | None,
+    keep: tuple[str, ...],
+    whole_files: bool,
+    cache: DataCache | None,
 ) -> PackedImages:
     """Open those of tar files; what is done to each is decided afterwards (``prepared``)."""
     cache = cache or DataCache()
-    read = cache.once(("tar shards", at.absolute(), label_key), lambda: _read(at, label_key))
+    chosen = label_key, keep
+    read = cache.once(("tar shards", at.absolute(), *chosen), lambda: _read(at, *chosen))
     return read.images(at, label, whole_files=whole_files, cache=cache)
 
 
-def _read(at: Path, label_key: str | None) -> Labelled:
+def _read(at: Path, label_key: str | None, keep: tuple[str, ...]) -> Labelled:
     paths = tars_at(at)
-    key = _label_key(paths[0], label_key)
-    return read_index(at, paths, key or CLASS, partial(_labelled, key))
+    key, keys = _keys(paths[0], label_key)
+    # By default none: each sample's .json would be read for them.
+    further = FurtherColumns(keys if keep else (), (), keep)
+    choose = partial(_labelled, key, further.names)
+    return read_index(at, paths, key or CLASS, choose, further=further)
 
 
 def _labelled(
-    key: str | None, reader: TarReader, sample: str, parts: Mapping[str, Member]
-) -> tuple[Sequence[Member], Any] | None:
-    """A picture and its label."""
+    key: str | None, further: Sequence[str], reader: TarReader, sample: str, parts: Mapping[str, Member]
+) -> Chosen | None:
+    """A picture, its label, and what else is kept of its JSON."""
     pictures, part = _pictures(parts), JSON if key else CLASS
     if not pictures and part not in parts:
         return None
@@ -47,21 +58,26 @@ def _labelled(
     if not pictures or part not in parts:
         there, missing = (pictures[0], f"label ({part})") if pictures else (part, "picture")
         raise reader.incomplete(sample, there, missing)
-    return [parts[pictures[0]]], _label(reader, parts[part], key)
+    values = reader.object(parts[JSON]) if key or (further and JSON in parts) else {}
+    label = reader.text(parts[CLASS]).strip() if key is None else _label(reader, parts[JSON], values, key)
+    return [parts[pictures[0]]], label, [values.get(name) for name in further]
 
 
-def _label_key(path: Path, asked: str | None) -> str | None:
-    """The key of ``.json`` that has the labels; None where each is in a ``.cls``, by the first sample."""
+def _keys(path: Path, asked: str | None) -> tuple[str | None, list[str]]:
+    """The key of ``.json`` that has the labels, and all of its keys, by the first sample.
+
+    The first is None where each label is in a ``.cls``.
+    """
     with TarReader(path) as reader:
         for key, parts in reader.samples():
             if not _pictures(parts):
                 continue
+            columns = [*reader.object(parts[JSON])] if JSON in parts else []
             if asked is None and CLASS in parts:
-                return None
+                return None, columns
             if JSON in parts:
                 of = f"{path}: {key}{JSON}"
-                columns = [*reader.object(parts[JSON])]
-                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes")
+                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes"), columns
             wanted = f"{key}{JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{CLASS}"
             raise UsageError(
                 f"{path}: the sample {key!r} is {' '.join(parts)}; expected {wanted}, right behind or before "
@@ -78,10 +94,8 @@ def _pictures(parts: Mapping[str, Member]) -> list[str]:
     return [suffix for suffix in parts if suffix in EXTENSIONS]
 
 
-def _label(reader: TarReader, member: Member, key: str | None) -> Any:
-    if key is None:
-        return reader.text(member).strip()
-    value = reader.object(member).get(key, reader)
+def _label(reader: TarReader, member: Member, values: Mapping[str, Any], key: str) -> Any:
+    value = values.get(key, reader)
     if type(value) not in _KINDS:
         found = "is not there" if value is reader else f"is {value!r}"
         raise reader.refused(member[0], f"{key!r} {found}", "Expected a class's index or name")
