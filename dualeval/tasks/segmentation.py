@@ -30,7 +30,9 @@ from dualeval.metrics.metric import chosen
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, published_uncropped, segmenter_of
 from dualeval.options.fields import of_python, with_keywords
+from dualeval.tasks import place_of
 from dualeval.tasks.keywords import SegmentationKeywords
+from dualeval.tasks.mask_layers import colour_of, layer_of
 from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import describe
@@ -293,6 +295,14 @@ class Segmentation(PictureTask):
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
         """Add each picture's own scores."""
         return {**columns, **picture_scores(*(columns[name] for name in COUNTS))}
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture, and its mask as a layer."""
+        picture, classes = self._dataset.picture(place_of(self._dataset, row))
+        return [picture, {"target": layer_of(classes)}]
+
+    def colours(self, class_names: Sequence[str]) -> dict[str, str]:
+        return {name: colour_of(number) for number, name in enumerate(class_names)}
 
     def metrics(self) -> list[Metric | RowMetric]:
         names = self._metric_names and (*self._metric_names, PixelCheck.name)

@@ -18,8 +18,8 @@ from PIL import Image
 from dualeval.cli import dualeval
 from dualeval.errors import UsageError
 from dualeval.report.page import page as writing
-from dualeval.report.page.content import Shown
 from dualeval.report.page.html import render
+from dualeval.report.page.things import Shown
 from tests.conftest import Launch
 from tests.report.pages import ESCAPED, ESCAPES, MARKUP, content, sample
 
