@@ -18,7 +18,7 @@ from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
 from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
-from dualeval.report.page.things import Shown, is_same, things_of
+from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
@@ -218,6 +218,13 @@ def test_layers_lie_over_the_picture_before_them() -> None:
     assert [each.kind for each in found[3]] == ["table"]
     assert found[4][0].text.startswith("ValueError: unknown color")
     assert is_same(shown, things_of(LayeredTask(1), {"index": 0})[0]) and not is_same(shown, found[2][0])
+
+
+def test_of_an_answer_the_other_run_shows_what_differs() -> None:
+    own = (Shown(kind="table", table={"prompt": "2 + 2", "answer": "5"}), Shown(kind="text", text="x"))
+    other = (Shown(kind="table", table={"prompt": "2 + 2", "answer": "4"}), own[1])
+    assert others_than(own, other) == (Shown(kind="table", table={"answer": "4"}),)
+    assert others_than(own, own) == ()
 
 
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_answers_are_shown_beside_question_and_text(tmp_path: Path) -> None:
         found = shown(out, place) if place < 2 else task.show(row)
         assert (found["question"], found["text"]) == (question.question, question.context)
         assert found["answer"] == (row["answer"] or "(none)")
-        assert all(answer in found["gold answers"] for answer in question.answers)
+        assert all(answer in found["expected"] for answer in question.answers)
 
 
 def test_windows_choices_and_prompts_are_shown(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_windows_choices_and_prompts_are_shown(tmp_path: Path) -> None:
     assert f"({row['loglikelihoods'][row['prediction']]:.2f})" in found[chosen]
     data = causal_models.write_lines(tmp_path / "prompts.jsonl", causal_models.prompt_rows())
     out = evaluated(LanguageModeling(model=model, data=data, max_new_tokens=4), tmp_path / "prompts")
-    assert shown(out, 2)["generated"] == row_of(out, 2)["generated"]
+    assert shown(out, 2)["answer"] == row_of(out, 2)["generated"]
     assert shown(out, 2)["prompt"] == causal_models.prompt_rows()[2]["prompt"]
 
 

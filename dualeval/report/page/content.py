@@ -17,7 +17,7 @@ from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.report.page.rows import rows_of
-from dualeval.report.page.things import Shown, is_same, things_of
+from dualeval.report.page.things import Shown, others_than, things_of
 from dualeval.report.table import shown_options
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
@@ -398,11 +398,7 @@ def _sample_shown(
                 run=run,
                 **{name: getattr(other, name) for name in ("prediction", "correct", "confidence", "loss")},
                 # Its own place in that run's data says nothing of this run's.
-                shown=tuple(
-                    each
-                    for each in things_of(task, {**other.row, "index": row["index"]})
-                    if all(not is_same(each, mine) for mine in shown)
-                ),
+                shown=others_than(shown, things_of(task, {**other.row, "index": row["index"]})),
             )
             for run, other in others.items()
             if other is not None

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _LIMIT = 8_000_000  # bytes of a page
 _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
-_TEXT_LETTERS = 1200
+_TEXT_LETTERS = 4000
+# A longer text is folded; its summary has the beginning and the end.
+_FOLDED, _ENDS = 400, 100
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
 # Most rows of a table; most charts of slices (each takes 50 ms).
@@ -329,8 +331,14 @@ def _template_values(shown: Shown) -> dict[str, Any]:
             for name, layer in shown.layers.items()
         }
         return {**picture, "size": size, "tiny": False, "layers": layers}
-    table = {name: _start_of(text) for name, text in shown.table.items()}
-    return {"kind": shown.kind, "text": _start_of(shown.text), "table": table}
+    table = {name: _folded(text) for name, text in shown.table.items()}
+    return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
+
+
+def _folded(text: str) -> dict[str, str]:
+    """A text as a page has room for it, and of a long one what is there while it is folded."""
+    summary = f"{text[:_ENDS]} … {text[-_ENDS:]}" if len(text) > _FOLDED else ""
+    return {"summary": summary, "whole": _start_of(text)}
 
 
 def _marks(

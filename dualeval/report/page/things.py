@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -90,6 +90,17 @@ def _layers(layers: Mapping[str, Any], under: Any, small: Any) -> dict[str, Any]
         else each.convert("RGBA").resize(small.size, Image.Resampling.NEAREST)
         for name, each in layers.items()
     }
+
+
+def others_than(own: Sequence[Shown], things: Sequence[Shown]) -> tuple[Shown, ...]:
+    """What another run shows and this one does not; of a table the entries that differ."""
+    known = {pair for each in own for pair in each.table.items()}
+    reduced = [
+        replace(each, table={name: text for name, text in each.table.items() if (name, text) not in known})
+        for each in things
+        if each.kind != "table" or not {*each.table.items()} <= known
+    ]
+    return tuple(each for each in reduced if not any(is_same(each, mine) for mine in own))
 
 
 def is_same(one: Shown, other: Shown) -> bool:
