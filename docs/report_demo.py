@@ -165,7 +165,7 @@ def masks(folder: Path) -> None:
             {f"masks.{key}": value for key, value in model.state_dict().items()}, folder / f"{name}-boxes.pt"
         )
     words = ["--model", "nets:make", "--weights", "masks.pt", "--data", "img", "--masks", "masks"]
-    words += ["--class-names", "background,disc,square", "--preprocessing", "none"]
+    words += ["--class-names", "background,disc,square", "--preprocessing", "none", "--keep-masks"]
     evaluate(folder, "masks", "--task", "segmentation", *words)
 
 

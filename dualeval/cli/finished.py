@@ -184,6 +184,7 @@ def export(run: Path, texts: Sequence[str], step: int | None) -> None:
 _WORST = 10
 _LARGE = 1e4
 _LONGEST = 60  # letters of an answer
+_VALUES = 2000  # of a list that is shown whole, as logits are
 
 
 @click.command()
@@ -341,6 +342,8 @@ def _print(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
 def _cell_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4e}"
+    if isinstance(value, list) and len(value) > _VALUES:
+        return f"[{', '.join(map(str, value[:8]))}, ...] ({len(value):,} values)"
     return "" if value is None else str(value)
 
 

@@ -44,7 +44,6 @@ _LARGEST = 2**15 - 1  # classes are int16
 _TABLE = 2**16
 _MOST_TYPED = 40
 _Colour: TypeAlias = tuple[int, int, int]
-_OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
 
 
 @dataclass(kw_only=True)
@@ -261,12 +260,11 @@ class MaskedPictures(WithColumns):
         labels = {*self.first_labels, *to, *self.rule.ignore}
         return _pairs_text({label: self.rule.class_of(to.get(label, label)) for label in labels})
 
-    def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
-        """The picture, and the picture with the mask over it, a colour for each class, for people."""
+    def picture(self, index: int) -> tuple[Image.Image, npt.NDArray[np.int16]]:
+        """The picture for people, and the classes of its pixels."""
         with self.pictures.opened(index) as file:
             picture, mask, _ = _as_shown(read_picture(file), self._mask(index))
-        image = picture.eight_bits().convert("RGB")
-        return image, under_mask(image, self.rule.of(mask.numbers()).numpy())
+        return picture.eight_bits().convert("RGB"), self.rule.of(mask.numbers()).numpy()
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
@@ -301,16 +299,6 @@ class MaskedPictures(WithColumns):
     def content_fingerprint(self, samples: range) -> str:
         """sha256, in hex, over what is in these pictures and masks."""
         return _joined(self.pictures.content_fingerprint(samples), self.masks.content_fingerprint(samples))
-
-
-def under_mask(image: Image.Image, classes: npt.NDArray[np.int16]) -> Image.Image:
-    """A picture with the classes of its pixels over it."""
-    # The golden angle apart: neighbours among the classes have colours that differ.
-    hues = np.asarray(classes, np.float64) * 0.618034 % 1
-    colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
-    drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(image.size)
-    share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(image.size)
-    return Image.composite(drawn, image, share)
 
 
 def _usual_colour(index: int) -> _Colour:

@@ -289,12 +289,23 @@ class Task(ABC):
                 set), columns and texts.
 
         Returns:
-            A ``PIL.Image.Image``, a text, a table (a mapping of texts to texts), or a sequence of these.
+            A ``PIL.Image.Image``, a text, a table (a mapping of texts to texts), or a sequence of these. A
+            mapping behind a picture may have layers that lie over it, each by its name: a picture that is
+            transparent in places, or a list of boxes (left, top, right, bottom, colour, text) in pixels of
+            the picture.
         """
         return ()
 
     #: What colours and marks in what ``show`` returns mean, in a sentence.
     legend = ""
+
+    def colours(self, class_names: Sequence[str]) -> Mapping[str, str]:
+        """The colours of layers, and of what they show, by name, for the page of a run.
+
+        Args:
+            class_names: of the run's classes, by index; where they have none, their numbers.
+        """
+        return {}
 
     def facets(self, row: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         """By what a sample is looked for on the page of a run, such as ``{"missed": ["dog"]}``.

@@ -53,6 +53,7 @@ class SegmentationKeywords(TypedDict, total=False):
     num_classes: int | None
     ignore_index: int | Sequence[int] | Literal["none"] | None
     reduce_labels: Literal["yes", "no"] | None
+    keep_masks: bool
     data_fingerprint: Literal["ends", "content"]
     resize: int | None
     interpolation: str | None

@@ -253,9 +253,9 @@ class Answers(RowKind):
         return {**self.empty, "numbers": torch.zeros((self.answers_per_prompt, 0))}
 
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
-        right = " | ".join(answers_of(self.of, index))
+        expected = " | ".join(answers_of(self.of, index))
         prompt = self.of.text(index, self.of.columns[0])
-        return {"prompt": prompt, "right": right, "generated": str(row["generated"])}
+        return {"prompt": prompt, "answer": str(row["generated"]), "expected": expected}
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         prompts = [each["prompt"] for each in samples for _ in range(self.answers_per_prompt)]

@@ -367,7 +367,7 @@ class PictureTask(Task):
         self._model.check_batches(batch_size, samples)
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture, and of masks beside it the picture under its mask; the predicted one is not kept."""
+        """The picture."""
         return self.dataset().picture(place_of(self.dataset(), row))
 
     def notes(self) -> list[str]:

@@ -79,10 +79,10 @@ class ScoredAnswers(Task):
         }
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """Question, text, gold answers and the answer that was given."""
+        """Question, the answer that was given, gold answers, and text."""
         question = self._questions[place_of(self._questions, row)]
         gold = " | ".join(dict.fromkeys(question.answers)) or "(none: the text does not say it)"
-        answers = {"gold answers": gold, "answer": str(row.get("answer") or "(none)")}
+        answers = {"answer": str(row.get("answer") or "(none)"), "expected": gold}
         return {"question": question.question, **answers, "text": question.context}
 
     def _articles(self, samples: range) -> Text:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from typing_extensions import Unpack
 
+from dualeval.columns.ragged import Column, as_column
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
 from dualeval.data.pictures import prepare
@@ -30,7 +31,9 @@ from dualeval.metrics.metric import chosen
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, published_uncropped, segmenter_of
 from dualeval.options.fields import of_python, with_keywords
+from dualeval.tasks import place_of
 from dualeval.tasks.keywords import SegmentationKeywords
+from dualeval.tasks.mask_layers import COLOURS, colour_of, layers_of, runs_of
 from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import describe
@@ -40,6 +43,8 @@ _IGNORED = (255,)
 _TRIED = 16
 # Of the input's sides: strides of networks, and of patches.
 _STRIDES = (1, 2, 4, 8, 16, 32, 7, 14)
+# With --keep-masks.
+_MASK = "predicted_mask"
 _PIXELS = ("resize", "interpolation", "channels", "mean", "std")
 
 
@@ -60,8 +65,8 @@ class Segmentation(PictureTask):
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, with the same names and defaults (docs/segmentation.md):
             weights, weights_key, weights_prefix, trust_checkpoint, path_column, mask_column, quoting,
-            num_classes, ignore_index, reduce_labels, data_fingerprint, keep, resize, interpolation, channels,
-            mean, std.
+            num_classes, ignore_index, reduce_labels, keep_masks, data_fingerprint, keep, resize,
+            interpolation, channels, mean, std.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.
@@ -69,10 +74,7 @@ class Segmentation(PictureTask):
     """
 
     name = "segmentation"
-    rows = (
-        *COUNTS,
-        *("right_pixels", "labelled_pixels", "is_labelled", "picture_iou", "nan_logits", "inf_logits"),
-    )
+    legend = "A pixel has the colour of its class."
 
     @with_keywords(SegmentationKeywords, SegmentationOptions)
     def __init__(
@@ -133,6 +135,18 @@ class Segmentation(PictureTask):
         self._metric_names = settings.metric
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        of_picture = (
+            "right_pixels",
+            "labelled_pixels",
+            "is_labelled",
+            "picture_iou",
+            "nan_logits",
+            "inf_logits",
+        )
+        return (*COUNTS, *of_picture, *[_MASK] * self._options.keep_masks)
 
     @property
     def wants_workers(self) -> bool:
@@ -270,29 +284,48 @@ class Segmentation(PictureTask):
             )
         return logits
 
-    def observe(self, outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Counts of pixels by class, of each picture at its mask's own size."""
+    def observe(self, outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, Column]:
+        """Counts of pixels by class, of each picture at its mask's own size; the masks, if they are kept."""
         assert self._num_classes is not None, "build_model comes first"
         device, classes = outputs[0].device, self._num_classes
         counts = torch.zeros(batch["size"], 3, classes, dtype=torch.int64, device=device)
         ignored = torch.zeros(batch["size"], dtype=torch.int64, device=device)
         nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
+        masks = [torch.zeros(0, dtype=torch.int32, device=device)] * batch["size"]
         for logits, group in zip(outputs, batch["groups"], strict=True):
-            each = zip(logits, group["labels"], strict=True)
-            pixels = [counts_of(labels, _predicted(scores, labels.shape), classes) for scores, labels in each]
+            pixels, runs = [], []
+            for scores, labels in zip(logits, group["labels"], strict=True):
+                predicted = _predicted(scores, labels.shape)
+                pixels.append(counts_of(labels, predicted, classes))
+                if self._options.keep_masks:
+                    runs.append(runs_of(predicted))
+            # Only with masks: places on a device are waited for.
+            for place, of_picture in zip(group["places"].tolist() if runs else (), runs, strict=True):
+                masks[place] = of_picture
             counts[group["places"]] = torch.stack(pixels)
             ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
         if absent := self._rule.without_label():
             counts[:, 2, absent] = 0  # else they are in the means, with 0
-        columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
+        columns: dict[str, Column] = dict(zip(COUNTS, counts.unbind(1), strict=True))
         columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
+        if self._options.keep_masks:
+            columns[_MASK] = as_column(_MASK, masks)
         return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
 
-    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         """Add each picture's own scores."""
         return {**columns, **picture_scores(*(columns[name] for name in COUNTS))}
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture, and as layers its mask, and the predicted one where it is kept."""
+        picture, classes = self._dataset.picture(place_of(self._dataset, row))
+        return [picture, layers_of(classes, row.get(_MASK))]
+
+    def colours(self, class_names: Sequence[str]) -> dict[str, str]:
+        of_masks = COLOURS if self._options.keep_masks else {}
+        return {**{name: colour_of(number) for number, name in enumerate(class_names)}, **of_masks}
 
     def metrics(self) -> list[Metric | RowMetric]:
         names = self._metric_names and (*self._metric_names, PixelCheck.name)
@@ -316,6 +349,7 @@ class Segmentation(PictureTask):
             "reduce_labels": "yes" if self._rule.reduce else "no",
             **({"mask_values": self._rule.values_text} if self._rule.values else {}),
             **({"left_out": absent} if (absent := self._rule.without_label()) else {}),
+            **({"keep_masks": True} if self._options.keep_masks else {}),
             "class_names": [*self._class_names] or None,
             "data_fingerprint": self._options.data_fingerprint,
         }

@@ -72,6 +72,7 @@ PARTS = {
     ),
     "task segmentation": task(
         "segmentation",
+        "tasks/mask_layers.py",
         "data/masks.py",
         "data/masked_shards.py",
         "models/segmenters.py",

@@ -7,7 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from dualeval.report.page.content import Against, Headline, OtherShown, PageContent, SampleShown, Shown
+from dualeval.report.page.content import Against, Headline, OtherShown, PageContent, SampleShown
+from dualeval.report.page.things import Shown
 
 MARKUP = "</script><img onerror=alert(1) src=x>"
 # As a terminal would obey it, with a turned line, a formula of matplotlib's, half a pair and no character.
@@ -60,6 +61,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         samples=[sample(number, picture) for number in range(count)],
         samples_total=10_000,
         legend=f"Red is {MARKUP}.",
+        colours={"mask": "#ff0000", MARKUP: "lime", "cat": "blue"},
         rows={
             "of": 20_000,
             "columns": [
@@ -111,6 +113,10 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         Shown(kind="table", table={MARKUP: ESCAPES}),
         Shown(kind="error", text=f"OSError: {MARKUP}"),
     ]
+    if number % 8 == 4:
+        boxes = ((0.1, 0.1, 0.9, 0.8, "#00ff00", MARKUP), (0.5, 0.5, 2.0, 0.9, "#ff0000", ESCAPES))
+        layers: dict[str, Any] = {"mask": Image.new("RGBA", picture, (255, 0, 0, 99)), MARKUP: boxes}
+        things[0] = replace(things[0], layers=layers)
     return SampleShown(
         id=f"val/{target}/{number}",
         index=number,

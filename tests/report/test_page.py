@@ -18,8 +18,8 @@ from PIL import Image
 from dualeval.cli import dualeval
 from dualeval.errors import UsageError
 from dualeval.report.page import page as writing
-from dualeval.report.page.content import Shown
 from dualeval.report.page.html import render
+from dualeval.report.page.things import Shown
 from tests.conftest import Launch
 from tests.report.pages import ESCAPED, ESCAPES, MARKUP, content, sample
 
@@ -115,6 +115,21 @@ def test_pictures_of_all_modes_are_on_the_page(mode: str) -> None:
     for size in ((20, 20), (200, 100)):
         shown = (Shown(kind="picture", picture=Image.new(mode, size)),)
         assert "data:image/" in render(content(samples=[replace(sample(0, (28, 28)), shown=shown)]))
+
+
+def test_a_long_text_is_folded_and_a_short_one_is_not() -> None:
+    prompt, document = (f"{MARKUP} {letter * 500} end of it" for letter in "pd")
+    table = Shown(kind="table", table={"prompt": prompt, "answer": "four"})
+    shown = (table, Shown(kind="text", text=document), Shown(kind="text", text="z" * 9000))
+    page = render(content(samples=[replace(sample(0, (28, 28)), shown=shown, others=())]))
+    cards = page[page.index('<div class="cards"') : page.index('id="more"')]
+    assert cards.count("<details>") == 3 and "<dt>answer</dt><dd>four</dd>" in cards
+    summary = cards[cards.index("<summary>") : cards.index("</summary>")]
+    assert (
+        summary.endswith("p end of it") and " … " in summary and len(summary) < 300 and MARKUP not in summary
+    )
+    assert "p" * 500 in cards and "d" * 500 in cards
+    assert "z" * 4000 in cards and "z" * 4001 not in cards and "(9,000 letters)" in cards
 
 
 def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
@@ -241,7 +256,7 @@ def test_a_task_of_ones_own_shows_what_it_likes(launch: Launch, tmp_path: Path) 
     launch([sys.executable, tmp_path / "mine.py", tmp_path / "out"]).ok()
     page = (tmp_path / "out/report.html").read_text()
     assert "<dt>number</dt><dd>7</dd>" in page
-    assert '<p class="error">ValueError: no picture &lt;/script&gt;</p>' in page
+    assert '<div class="error">ValueError: no picture &lt;/script&gt;</div>' in page
 
 
 def test_a_run_without_a_report_loads_nothing_for_it(launch: Launch, tmp_path: Path) -> None:

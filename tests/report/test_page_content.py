@@ -17,7 +17,8 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, Shown, _are_curves, build, limited_by
+from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
@@ -182,6 +183,48 @@ def test_an_error_in_show_costs_its_samples_card_alone(page: PageContent) -> Non
     # The default of a task shows nothing.
     assert Shown(kind="text").picture is None
     assert dualeval.Task.show(NamedTask(1), {}) == ()
+
+
+class LayeredTask(NamedTask):
+    """A picture with a mask and boxes, or what only looks like layers."""
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        layers: dict[str, Any] = {
+            "mask": Image.new("P", (480, 60)),
+            "boxes": [(48, 6, 240, 60, "orange", "cat 0.9")],
+        }
+        table = {"choices": ["a", "b"], "none": []}
+        under = Image.new("RGB", (480, 60))
+        things = [
+            [under, layers],
+            [under, table],
+            [under, {}],
+            [layers],
+            [under, {"boxes": [(1, 2, 3, 4, "no", "")]}],
+        ]
+        return things[row["index"]]
+
+
+def test_layers_lie_over_the_picture_before_them() -> None:
+    found = [things_of(LayeredTask(1), {"index": index}) for index in range(5)]
+    [shown] = found[0]
+    assert shown.picture is not None and shown.picture.size == (240, 30)
+    mask = shown.layers["mask"]
+    assert isinstance(mask, Image.Image) and (mask.mode, mask.size) == ("RGBA", (240, 30))
+    assert shown.layers["boxes"] == ((0.1, 0.1, 0.5, 1.0, "#ffa500", "cat 0.9"),)
+    assert [each.kind for each in found[1]] == ["picture", "table"]
+    assert found[1][1].table == {"choices": "['a', 'b']", "none": "[]"}
+    assert [each.kind for each in found[2]] == ["picture"] and not found[2][0].layers
+    assert [each.kind for each in found[3]] == ["table"]
+    assert found[4][0].text.startswith("ValueError: unknown color")
+    assert is_same(shown, things_of(LayeredTask(1), {"index": 0})[0]) and not is_same(shown, found[2][0])
+
+
+def test_of_an_answer_the_other_run_shows_what_differs() -> None:
+    own = (Shown(kind="table", table={"prompt": "2 + 2", "answer": "5"}), Shown(kind="text", text="x"))
+    other = (Shown(kind="table", table={"prompt": "2 + 2", "answer": "4"}), own[1])
+    assert others_than(own, other) == (Shown(kind="table", table={"answer": "4"}),)
+    assert others_than(own, own) == ()
 
 
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -160,6 +160,34 @@ def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, f
     page.context.close()
 
 
+def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    assert visit.texts("#samples ~ .legend label") == ["mask", MARKUP, "cat"]
+    # What strangers have written makes pictures that can be drawn.
+    layers = page.locator("#cards .card:nth-child(5) [data-layer]")
+    assert [one.evaluate("(each) => each.naturalWidth > 0") for one in layers.all()] == [True, True]
+    plain, boxes = layers.all()
+    assert plain.bounding_box() == page.locator("#cards .card:nth-child(5) img").first.bounding_box()
+
+    page.focus("#samples ~ .legend input >> nth=1")
+    page.keyboard.press("Space")
+    assert plain.is_visible() and not boxes.is_visible()
+    page.focus("#cards .card:nth-child(5) .id a")
+    page.keyboard.press("Enter")
+    there = page.locator("#large [data-layer]")
+    there.last.wait_for(state="attached")
+    assert [one.is_visible() for one in there.all()] == [True, False]
+    switch = page.locator("#large .legend input >> nth=1")
+    assert not switch.is_checked()
+    switch.focus()
+    page.keyboard.press("Space")
+    assert [one.is_visible() for one in there.all()] == [True, True]
+    page.keyboard.press("Escape")
+    assert boxes.is_visible() and page.is_checked("#samples ~ .legend input >> nth=1")
+    visit.end()
+
+
 def _samples() -> list[tuple[int, str]]:
     names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
     return [(at, names[at % 5]) for at in range(40)]
@@ -223,5 +251,7 @@ def test_a_command_is_copied_and_the_matrix_is_zoomed(browser: Any, file: Path) 
 def test_without_scripts_all_cards_are_there(browser: Any, file: Path) -> None:
     visit = Visit(browser, file, java_script_enabled=False)
     assert len(visit.texts(".card")) == 40
+    assert all(one.is_visible() for one in visit.page.locator("[data-layer]").all())
+    assert visit.page.is_visible(".legend >> nth=0") and not visit.page.is_visible(".legend input >> nth=0")
     assert not visit.page.is_visible("#filters") and not visit.page.is_visible(".copy >> nth=0")
     visit.end()

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
+import dualeval
+from dualeval.cli import dualeval as dualeval_command
 from dualeval.data.preprocessing import Uncropped
 from dualeval.errors import UsageError
 from dualeval.metrics.segmentation import counts_of, segmentation_metrics
@@ -449,3 +452,59 @@ def test_pictures_and_masks_of_different_names_are_refused(tmp_path: Path) -> No
     (tmp_path / "masks/000.tif").write_bytes(b"")
     with pytest.raises(UsageError, match=r"000.(png|tif) and 000.(png|tif), and each may be meant"):
         task(tmp_path)
+
+
+# -- predicted masks -----------------------------------------------------------------------------------
+
+
+def test_kept_masks_are_the_predicted_ones_and_change_no_figure(home: Path, tmp_path: Path) -> None:
+    plain = evaluate(task(home), tmp_path / "plain", batch_size=4)
+    kept = evaluate(task(home, keep_masks=True), tmp_path / "kept", batch_size=4)
+    assert kept.metrics_digest == plain.metrics_digest and kept.samples_digest == plain.samples_digest
+    table = rows(tmp_path / "kept")
+    assert {*table} - {*rows(tmp_path / "plain")} == {"predicted_mask"}
+    for runs, predicted in zip(table["predicted_mask"], by_hand(home)["predicted"], strict=True):
+        # As docs/result-files.md has it.
+        values = np.array(runs)
+        assert (np.repeat(values[2::2], values[3::2]).reshape(values[:2]) == predicted).all()
+    # Another job, and one without it is the same as before there was the option.
+    assert kept.fingerprint != plain.fingerprint and kept.job["keep_masks"] is True
+    assert "keep_masks" not in {**plain.job, **task(home).fingerprint()}
+    found = dualeval.compare(tmp_path / "plain", tmp_path / "kept")
+    assert not found.differs_in
+    verified = CliRunner().invoke(dualeval_command, ["verify", str(tmp_path / "kept")])
+    assert verified.exit_code == 0 and "verified" in verified.output
+
+
+def test_a_mask_of_what_cannot_be_read_is_null_and_a_pixel_of_nan_has_no_class(tmp_path: Path) -> None:
+    names = made.write_pictures(tmp_path)
+    (tmp_path / "masks" / f"{names[1]}.png").unlink()
+
+    class OneNan(Exact):
+        def forward(self, images: Tensor) -> Tensor:
+            logits = super().forward(images)
+            logits[:, 2, 0, 0] = math.nan
+            return logits
+
+    given = task(tmp_path, model=OneNan(), keep_masks=True)
+    evaluate(given, tmp_path / "out", batch_size=4, on_error="skip")
+    masks = rows(tmp_path / "out")["predicted_mask"]
+    assert masks[1] is None and all(runs[2:4] == [-1, 1] for runs in masks if runs is not None)
+    _, layers = given.show({"id": given.dataset().id(0), "index": 0, "predicted_mask": masks[0]})
+    assert [*layers] == ["target", "prediction", "wrong"]
+    covered = np.asarray(layers["prediction"])[..., 3] > 0
+    assert not covered[0, 0] and covered.sum() == covered.size - 1
+    # Wrong is what counts and is another class; the pixel without one, too.
+    labels = np.array(Image.open(tmp_path / "masks" / f"{names[0]}.png"))
+    values = np.array(masks[0])
+    differs = np.repeat(values[2::2], values[3::2]).reshape(values[:2]) != labels
+    is_wrong = np.asarray(layers["wrong"])[..., 3] > 0
+    assert (is_wrong == (differs & (labels != IGNORED))).all() and is_wrong.any() and not is_wrong.all()
+
+
+def test_masks_are_kept_of_segmentation_alone() -> None:
+    refused = "--keep-masks belongs to --task segmentation, and the task is image-classification"
+    with pytest.raises(UsageError, match=refused):
+        CliRunner().invoke(
+            dualeval_command, ["run", "--keep-masks"], catch_exceptions=False, standalone_mode=False
+        )

@@ -317,8 +317,8 @@ def test_pictures_that_exif_turns_are_compared_upright(
     assert [turned for *_, turned in samples] == [warns, False]
     assert torch.equal(samples[0][0], samples[1][0])
     assert torch.equal(samples[0][1], samples[1][1])
-    found, over = task(tmp_path / "own").dataset().picture(0)
-    assert found.size == over.size == shown[0].size
+    found, classes = task(tmp_path / "own").dataset().picture(0)
+    assert found.size == classes.shape[::-1] == shown[0].size
     measured = measure(PixelCheck(2), check_columns([1, 2], [1, 2], [1, 2], ignored=2, turned=warns))
     assert [text[:26] for text in measured.warnings] == ["EXIF turns 1 picture and n"] * warns
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
 
 from dualeval.data.image_sets.pack import PackedPixels, PackPieces, kept_in, names_of, opened
-from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, under_mask
+from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures
 from dualeval.data.pack_file import TURNED, refuse_other
 from dualeval.data.pictures import picture_of
 from dualeval.data.preprocessing import Normalisation
@@ -83,11 +84,10 @@ class PackedMasks(MaskedPictures):
         picture = torch.from_numpy(sample[pixels : pixels + int(np.prod(shape))]).view(shape)
         return picture, classes, bool(row["flags"] & TURNED)
 
-    def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
-        """The picture as a model takes it, and under its mask, for people."""
+    def picture(self, index: int) -> tuple[Image.Image, npt.NDArray[np.int16]]:
+        """The picture as a model takes it, for people, and the classes of its pixels."""
         [(picture, classes, _)] = self.__getitems__([index])
-        image = picture_of(picture).convert("RGB")
-        return image, under_mask(image, classes.numpy())
+        return picture_of(picture).convert("RGB"), classes.numpy()
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """As for ``MaskedPictures``."""

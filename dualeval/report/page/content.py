@@ -1,6 +1,6 @@
 """What the page of a finished run says: plain values, read from its result and its rows.
 
-The pictures of a sample are what ``task.show(row)`` returns (``_things``).
+The pictures of a sample are what ``task.show(row)`` returns (``things.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from dualeval.comparison.compared import Comparison, compare
 from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of, highest
@@ -17,15 +17,12 @@ from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.report.page.rows import rows_of
+from dualeval.report.page.things import Shown, others_than, things_of
 from dualeval.report.table import shown_options
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 # Of a page: cards by reason.
 _CARDS, _LOSSES = 60, 30
-_THUMBNAIL = 240  # pixels of the longer side
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy", "ap", "ap50", "ar")
 # What an absolute path begins with; in a URL nothing is one.
@@ -54,16 +51,6 @@ class Headline:
     rough: str | None
     # By the other run's name, the difference from it and its interval, as they are shown.
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """One thing of a sample to look at."""
-
-    kind: str  # "picture", "text", "table" or "error"
-    picture: Image.Image | None = None
-    text: str = ""
-    table: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +112,8 @@ class PageContent:
     samples: Sequence[SampleShown]
     samples_total: int
     legend: str
+    # By name: of layers, and of what they show.
+    colours: Mapping[str, str]
     rows: Mapping[str, Any]  # of `rows.rows_of`
     worst_by: str | None  # what the reason "loss" goes by
     cut: str | None
@@ -184,6 +173,7 @@ def build(
         ],
         samples_total=result.samples["evaluated"],
         legend="" if task is None else task.legend,
+        colours={} if task is None else task.colours([each[0] for each in by_class]),
         rows=rows_of(rows, dict(zip(names, others, strict=True)), comparisons),
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
@@ -386,7 +376,7 @@ def _sample_shown(
     rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any, others: Mapping[str, Sample | None]
 ) -> SampleShown:
     row = sample.row
-    shown = _things(task, row)
+    shown = things_of(task, row)
     return SampleShown(
         id=str(row["id"]),
         index=int(row["index"]),
@@ -408,11 +398,7 @@ def _sample_shown(
                 run=run,
                 **{name: getattr(other, name) for name in ("prediction", "correct", "confidence", "loss")},
                 # Its own place in that run's data says nothing of this run's.
-                shown=tuple(
-                    each
-                    for each in _things(task, {**other.row, "index": row["index"]})
-                    if all(not _same(each, mine) for mine in shown)
-                ),
+                shown=others_than(shown, things_of(task, {**other.row, "index": row["index"]})),
             )
             for run, other in others.items()
             if other is not None
@@ -432,47 +418,6 @@ def _facets(rows: JudgedRows, row: Mapping[str, Any], task: Any) -> dict[str, tu
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as of `show`
         facets["facets failed"] = [with_type(error)]
     return {by: tuple(dict.fromkeys(labels)) for by, labels in facets.items()}
-
-
-def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:
-    """What a task shows of a sample, or the error that it raises: the user's code may do anything."""
-    if task is None:
-        return ()
-    try:
-        shown = task.show(row)
-        things = shown if isinstance(shown, list | tuple) else [shown]
-        return tuple(_thing(each) for each in things)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - see above
-        return (Shown(kind="error", text=with_type(error)),)
-
-
-def _thing(value: Any) -> Shown:
-    if isinstance(value, str):
-        return Shown(kind="text", text=value)
-    if isinstance(value, Mapping):
-        return Shown(kind="table", table={str(name): str(each) for name, each in value.items()})
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        # Now: a file that is damaged or closed fails here, and large pictures are not kept.
-        return Shown(kind="picture", picture=thumbnail(value))
-    raise TypeError(f"show returned a {type(value).__name__}: expected a PIL picture, a text or a mapping")
-
-
-def _same(one: Shown, other: Shown) -> bool:
-    """Whether two things look alike."""
-    if one.picture is None or other.picture is None:
-        return one == other
-    return (one.picture.size, one.picture.tobytes()) == (other.picture.size, other.picture.tobytes())
-
-
-def thumbnail(picture: Image.Image) -> Image.Image:
-    """A copy that a card has room for."""
-    if not min(picture.size):
-        raise ValueError(f"a picture has {picture.size[0]} x {picture.size[1]} pixels")
-    small = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
-    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    return small
 
 
 # -- classes, seconds, provenance ----------------------------------------------------------------------

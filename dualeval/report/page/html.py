@@ -12,26 +12,31 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from dualeval.messages import counted, printable_lines
 from dualeval.report.comparison import p_text
 from dualeval.report.page import charts
-from dualeval.report.page.content import VERSUS, thumbnail
+from dualeval.report.page.content import VERSUS
+from dualeval.report.page.things import THUMBNAIL, thumbnail
 from dualeval.report.table import shown_numbers
 from dualeval.result import TimedStage
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from dualeval.report.page.content import Headline, PageContent, SampleShown, Shown
+    from dualeval.report.page.content import Headline, PageContent, SampleShown
+    from dualeval.report.page.things import Box, Shown
 
 _HERE = Path(__file__).parent
 _LIMIT = 8_000_000  # bytes of a page
 _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
-_TEXT_LETTERS = 1200
+_TEXT_LETTERS = 4000
+# A longer text is folded; its summary has the beginning and the end.
+_FOLDED, _ENDS = 400, 100
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
 # Most rows of a table; most charts of slices (each takes 50 ms).
@@ -75,6 +80,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         ],
         has_ends=any(each.low is not None for each in content.headlines),
         reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+        marks=_marks(content.colours, cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
@@ -82,6 +88,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"style-src {_hash(style)}; script-src {_hash(script)}",
         breaking=_breaking,
+        link=_link,
         rows=_as_script([*map(_column, content.rows["columns"])]),
         rows_there=_number_of_rows(content),
         index=_as_script([_index(card["of"]) for card in cards]),
@@ -315,9 +322,35 @@ def _index(sample: SampleShown) -> dict[str, Any]:
 
 def _template_values(shown: Shown) -> dict[str, Any]:
     if shown.kind == "picture" and shown.picture is not None:
-        return {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
-    table = {name: _start_of(text) for name, text in shown.table.items()}
-    return {"kind": shown.kind, "text": _start_of(shown.text), "table": table}
+        picture = {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
+        if not shown.layers:
+            return picture
+        size = _large(picture["size"])
+        layers = {
+            name: _boxes(layer, size) if isinstance(layer, tuple) else _encoded(layer, "webp", lossless=True)
+            for name, layer in shown.layers.items()
+        }
+        return {**picture, "size": size, "tiny": False, "layers": layers}
+    table = {name: _folded(text) for name, text in shown.table.items()}
+    return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
+
+
+def _folded(text: str) -> dict[str, str]:
+    """A text as a page has room for it, and of a long one what is there while it is folded."""
+    summary = f"{text[:_ENDS]} … {text[-_ENDS:]}" if len(text) > _FOLDED else ""
+    return {"summary": summary, "whole": _start_of(text)}
+
+
+def _marks(
+    colours: Mapping[str, str], cards: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str | None, bool]]:
+    """What colours mean: name, colour and whether it is a layer, these first."""
+    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+    layers = dict.fromkeys(name for each in things for name in each.get("layers", ()))
+    places = {name: place for place, name in enumerate(colours)}
+    others = [(name, colour, False) for name, colour in colours.items() if name not in layers]
+    ordered = sorted(layers, key=lambda name: places.get(name, -1))
+    return [*((name, colours.get(name), True) for name in ordered), *(others if layers else [])]
 
 
 def _start_of(text: str) -> str:
@@ -328,11 +361,50 @@ def _thumbnail(picture: Image.Image) -> dict[str, Any]:
     """The picture as a data URI, in the size that a card has room for."""
     is_tiny = max(picture.size) <= _TINY
     picture = thumbnail(picture)
-    kind, options = ("png", {"optimize": True}) if is_tiny else ("webp", {"quality": 80})
+    source = _encoded(picture, "png", optimize=True) if is_tiny else _encoded(picture, "webp", quality=80)
+    return {"source": source, "size": picture.size, "tiny": is_tiny, "layers": {}}
+
+
+def _encoded(picture: Image.Image, kind: str, **options: Any) -> str:
+    """A picture as a data URI."""
     with io.BytesIO() as file:
         picture.save(file, kind, **options)
-        text = base64.b64encode(file.getvalue()).decode("ascii")
-    return {"source": f"data:image/{kind};base64,{text}", "size": picture.size, "tiny": is_tiny}
+        return _data_uri(kind, file.getvalue())
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _large(size: Sequence[int]) -> tuple[int, int]:
+    """The size in which a picture with layers is shown: what is written there can be read."""
+    width, height = (max(1, round(side * THUMBNAIL / max(size))) for side in size)
+    return width, height
+
+
+def _boxes(boxes: Sequence[Box], size: tuple[int, int]) -> str:
+    """Boxes with their texts, as a data URI that lies over a picture of this size."""
+    width, height = size
+    drawn, written = [], []
+    for left, top, right, bottom, colour, text in boxes:
+        x, y, wide, high = left * width, top * height, (right - left) * width, (bottom - top) * height
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" stroke="{colour}"/>'
+        )
+        # Within the picture, whatever the box; a letter is about 6 wide.
+        x, y = max(2, min(x + 2, width - 6 * len(text))), max(9, min(y + 9, height - 3))
+        red, green, blue = bytes.fromhex(colour[1:])
+        ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 140 else "white"
+        at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}" stroke="{colour}"'
+        written.append(f"<text {at}>{escape(_seen(text))}</text>" if text else "")
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" preserveAspectRatio="none">'
+        f'<g fill="none" stroke-width="1.5">{"".join(drawn)}</g>'
+        # Behind the letters their outline, in the colour of the box.
+        '<g font-family="sans-serif" font-size="10" stroke-width="4" paint-order="stroke">'
+        f"{''.join(written)}</g></svg>"
+    )
+    return _data_uri("svg+xml", svg.encode("utf-8", "backslashreplace"))
 
 
 # -- the template ----------------------------------------------------------------------------------
@@ -354,6 +426,11 @@ def _environment() -> Environment:
 def _breaking(text: str) -> Markup:
     """An id or a path that a line may end within, behind a slash."""
     return Markup("/<wbr>").join(_seen(text).split("/"))
+
+
+def _link(sample: str) -> str:
+    """What opens a sample large, by an id."""
+    return f"#sample={quote(_seen(sample))}"
 
 
 def _seen(text: str) -> str:

@@ -253,6 +253,14 @@ function open() {
 on(window, "hashchange", open);
 open();
 
+// Layers over pictures, switched in all of them.
+on(document, "change", ({ target }) => {
+  if (!target.matches(".legend input")) return;
+  const same = (selector, name) => all(selector).filter((each) => name(each) === target.value);
+  same(".legend input", (each) => each.value).forEach((each) => { each.checked = target.checked; });
+  same("[data-layer]", (each) => each.dataset.layer).forEach((each) => { each.hidden = !target.checked; });
+});
+
 // The confusion matrix: its size, and from a cell to its samples.
 on(one("#zoom"), "input", (event) => one("#matrix").style.setProperty("--cell", `${event.target.value}rem`));
 on(one("#matrix"), "click", (event) => {

@@ -31,7 +31,7 @@ from dualeval.tasks.detection.detectors import (
     detector_of,
     found_by,
 )
-from dualeval.tasks.detection.drawing import drawn
+from dualeval.tasks.detection.drawing import COLOURS, layers_of
 from dualeval.tasks.detection.masks import as_text, codes_of
 from dualeval.tasks.detection.matches import facets_of, matches_of
 from dualeval.tasks.detection.pictures import AnnotatedPictures, open_annotated, padded
@@ -418,11 +418,14 @@ class Detection(PictureTask):
         return {"rule": rule, "classes": classes}
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture with what was found, missed, and is not there."""
+        """The picture, and as layers what was found, missed, and is not there."""
         picture = self._dataset.picture(place_of(self._dataset, row))
         if not {"bbox", "segm"} & {*self._kinds}:
             return picture
-        return drawn(picture, row, self._dataset.annotations.categories)
+        return [picture, layers_of(row, self._dataset.annotations.categories)]
+
+    def colours(self, class_names: Sequence[str]) -> dict[str, str]:
+        return COLOURS
 
     def facets(self, row: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
         """Which categories were found, missed, and not there, with what overlap and with what score."""

@@ -1,52 +1,40 @@
-"""Pictures of detections for people."""
+"""Boxes of detections for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from PIL import Image, ImageDraw
 
 from dualeval.tasks.detection.masks import runs_of
 from dualeval.tasks.detection.matches import matches_of
 
-# Pixels of the longer side, of small pictures and of large ones: what is written there is read on a page.
-_SIDE = 240
+# Of layers; what was found has its object's box, too.
+COLOURS = {"found": "green", "missed": "orange", "wrong": "red", "crowds": "grey"}
+_OF_FOUND = "lime"
 
 
-def drawn(picture: Image.Image, row: Mapping[str, Any], categories: Mapping[int, str]) -> Image.Image:
-    """A picture with its boxes: green found, orange missed, red not there, grey crowds.
+def layers_of(row: Mapping[str, Any], categories: Mapping[int, str]) -> dict[str, list[tuple[Any, ...]]]:
+    """By name the boxes of a picture: found, missed, wrong (not there, or another category), crowds."""
+    matches = matches_of(row)
+    true, found = _boxes_of(row, "true_"), _boxes_of(row, "")
+    layers: dict[str, list[tuple[Any, ...]]] = {name: [] for name in COLOURS}
 
-    Objects that were taken for others have the other's name in red.
-    """
-    matches, scale = matches_of(row), _SIDE / max(picture.size)
-    image = picture.convert("RGB").resize([max(1, round(scale * side)) for side in picture.size])
-    draw = ImageDraw.Draw(image)
-    true, found = (
-        [tuple(scale * each for each in box) for box in _boxes_of(row, name)] for name in ("true_", "")
-    )
-
-    def mark(box: Sequence[float], colour: str, label: int, score: float | None = None) -> None:
-        draw.rectangle([*box], outline=colour)
+    def add(layer: str, box: tuple[float, ...], label: int, score: float | None = None) -> None:
         text = f"{categories[label]}{'' if score is None else f' {score:.2f}'}"
-        # Within the picture, whatever the box.
-        _, _, width, height = draw.textbbox((0, 0), text)
-        left, top = max(0, min(box[0], image.width - width - 2)), max(0, min(box[1], image.height - height))
-        draw.rectangle([left, top, left + width + 2, top + height], fill=colour)
-        draw.text((left + 1, top), text, fill="black" if colour == "orange" else "white")
+        layers[layer].append((*box, COLOURS[layer], text))
 
     for place, crowd in enumerate(row["true_crowds"]):
         if crowd:
-            mark(true[place], "grey", row["true_labels"][place])
+            add("crowds", true[place], row["true_labels"][place])
     for place in matches.missed:
-        mark(true[place], "orange", row["true_labels"][place])
+        add("missed", true[place], row["true_labels"][place])
     for place in matches.false:
-        mark(found[place], "red", row["labels"][place], row["scores"][place])
+        add("wrong", found[place], row["labels"][place], row["scores"][place])
     for one, other in matches.pairs:
-        right = row["true_labels"][one] == row["labels"][other]
-        draw.rectangle([*true[one]], outline="lime")
-        mark(found[other], "green" if right else "red", row["labels"][other], row["scores"][other])
-    return image
+        layer = "found" if row["true_labels"][one] == row["labels"][other] else "wrong"
+        layers[layer].append((*true[one], _OF_FOUND, ""))
+        add(layer, found[other], row["labels"][other], row["scores"][other])
+    return {name: boxes for name, boxes in layers.items() if boxes}
 
 
 def _boxes_of(row: Mapping[str, Any], before: str) -> list[tuple[float, float, float, float]]:

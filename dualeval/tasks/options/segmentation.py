@@ -76,6 +76,7 @@ class SegmentationOptions(PictureOptions):
     class_names: str | None = option(
         None, "Names of the classes: a file, or a,b,c.", group=DATA, is_path=lambda text: "," not in text
     )
+    keep_masks: bool = option(False, "Keep each predicted mask in the rows, as run lengths.", group=DATA)
     data_fingerprint: str = same("data_fingerprint")
     preprocessing: str | None = same("preprocessing")
     resize: int | None = same("resize")

@@ -32,8 +32,17 @@ def test_the_page_shows_what_was_found_missed_and_not_there(home: Path) -> None:
         "labels": [3, 12, 7, 3],
         "scores": [0.95, 0.8, 0.6, 0.4],
     }
-    colours = {colour for _, colour in detection.show(row).getcolors(1 << 24)}
-    assert {(0, 255, 0), (0, 128, 0), (255, 165, 0), (255, 0, 0)} <= colours
+    _, layers = detection.show(row)
+    assert layers == {
+        "found": [(0.0, 0.0, 40.0, 40.0, "lime", ""), (0.0, 0.0, 40.0, 38.0, "green", "cat 0.95")],
+        "missed": [(90.0, 90.0, 120.0, 120.0, "orange", "fox")],
+        "wrong": [
+            (5.0, 99.0, 999.0, 120.0, "red", "red dog 0.60"),
+            (50.0, 50.0, 80.0, 80.0, "lime", ""),
+            (50.0, 50.0, 80.0, 75.0, "red", "fox 0.80"),
+        ],
+    }
+    assert {*layers} < {*detection.colours([])}
     assert detection.facets(row) == {
         "found": ["cat"],
         "missed": ["fox", "red dog"],
