@@ -96,6 +96,18 @@ def test_names_that_are_wnids_say_which_classes_they_are(tmp_path: Path, picture
     assert opened(tmp_path / "x.parquet", num_classes=1000).targets.tolist() == [999, 207]
 
 
+def test_files_with_other_orders_of_classes_are_refused(tmp_path: Path, pictures: Pictures) -> None:
+    """Index 0 of the second file was read as the first file's class 0."""
+    for number, names in enumerate((["ant", "bee"], ["bee", "ant"])):
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+        rows = [{"image": {"bytes": pictures[0][1], "path": f"{number}.png"}, "label": 0}]
+        table = datasets.Dataset.from_list(rows, features=features).data.table
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    said = refused(tmp_path)
+    assert "1.parquet: the classes of the column 'label' are bee, ant; expected those of" in said
+    assert "0.parquet: ant, bee." in said
+
+
 def test_a_row_group_is_read_once_for_its_samples(
     tmp_path: Path, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,14 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
             )
         others = [name for name in columns if name not in pictures]
         picture, label = columns_of(at, pictures, others, path_column, label_column)
+        classes = [class_names_in(each.metadata or {}).get(label, ()) for each in schemas]
+        for path, names in zip(paths, classes, strict=True):
+            if names != classes[0]:
+                there, expected = (first_of(each, 12) or "none" for each in (names, classes[0]))
+                raise UsageError(
+                    f"{path}: the classes of the column {label!r} are {there}; expected those of {paths[0]}: "
+                    f"{expected}. The same index would be another class: write the files anew, together."
+                )
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(each.type)}
         return _rows(
             at, kind, paths, picture, label, schema, FurtherColumns(others, (label,), keep, unfit=unfit)
