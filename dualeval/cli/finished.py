@@ -12,7 +12,7 @@ import click
 from dualeval.cli import options
 from dualeval.cli.options import BINS, BY, PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
-from dualeval.messages import nearest, printable, printable_lines
+from dualeval.messages import printable, printable_lines
 from dualeval.options.choices import check_groups
 from dualeval.report.loggers.loggers import check_installed, targets_of
 from dualeval.result import JOB, json_text
@@ -268,23 +268,11 @@ def show(
 
 def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> None:
     """All that runs know of a sample, a line a column."""
-    import numpy as np
-    import pyarrow
-
     found: list[dict[str, Any]] = []
     for each in (rows, *others):
-        place = int(each.places_of(pyarrow.array([name]))[0])
-        if place < 0:
-            hint = nearest(name, each.rows.whole("id").to_pylist()) if each.rows.count < _LARGE else ""
-            raise UsageError(
-                f"{each.folder} has no sample {name!r}.{hint} 'dualeval show {each.folder}' lists some."
-            )
-        [(_, row)] = each.rows.at([place])
-        judged: dict[str, Any] = {}
-        if each.evaluated(np.array([place]))[0]:
-            [known] = each.samples([place])
-            judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
-        found.append({**row, **{column: value for column, value in judged.items() if value is not None}})
+        [known] = each.samples([each.place_of(name)])
+        judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
+        found.append({**known.row, **{column: value for column, value in judged.items() if value is not None}})
     # A row alone is shown whole.
     cut = _cut if others else (lambda text: text)
     lines = [

@@ -28,6 +28,7 @@ TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "lo
 By = Literal["mistake", "loss", "any"]
 _BINS = 15  # as of the metric ece
 _NAMED = 12  # classes in a message
+_FEW = 10_000  # ids of which the nearest ones to another are looked for
 
 _Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -77,14 +78,14 @@ class Chosen(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Some rows, a list of each; None for what could not be read or has none."""
+    """How each row is judged, float64; NaN for what could not be read or has none."""
 
-    ids: list[str]
     # Those that judge: target, prediction, confidence.
-    columns: dict[str, list[Any]]
-    right: list[bool | None] | None
+    columns: dict[str, npt.NDArray[np.float64]]
+    # 1 or 0.
+    right: npt.NDArray[np.float64] | None
     # By the run's `measure`.
-    measured: list[float | None] | None
+    measured: npt.NDArray[np.float64] | None
 
 
 class Listed(NamedTuple):
@@ -247,38 +248,28 @@ class JudgedRows:
         """
         if self.measure is None or other.measure is None or self.measure.name != other.measure.name:
             return None
-        there = other._measured()[other.places_of(self.rows.whole("id"))]
-        return (self._measured()[:-1] - there) * (1 if self.measure.high else -1)
+        here, there = self.judged().measured, other.judged().measured
+        assert here is not None and there is not None
+        # Of a place of -1 the last one, which is none.
+        there = np.append(there, np.nan)[other.places_of(self.rows.whole("id"))]
+        return (here - there) * (1 if self.measure.high else -1)
 
-    def _measured(self) -> npt.NDArray[np.float64]:
-        """The measure of each row, and of none behind them; NaN without one."""
-        measured = np.full(self.rows.count + 1, np.nan)
-        for places, columns in self._windows():
-            assert self.measure is not None
-            values, there = self.measure.of(columns)
-            measured[places] = np.where(there, values, np.nan)
-        return measured
-
-    def judged(self, places: npt.NDArray[np.int64]) -> Judged:
-        """How these rows, in this order, are judged."""
-        kept = {name: np.array(self.rows.some(name, places), object) for name in self._columns}
-        there = np.full(len(places), True)
-        for column in kept.values():
-            there &= np.array([each is not None for each in column], bool)
-        columns: _Columns = {name: np.array(column[there].tolist()) for name, column in kept.items()}
-
-        def spread(values: npt.NDArray[Any], has: Any = True) -> list[Any]:
-            found = np.full(len(places), None, object)
-            rows = np.flatnonzero(there)[np.broadcast_to(has, len(values))]
-            found[rows] = values[np.broadcast_to(has, len(values))]
-            return list(found.tolist())
-
-        return Judged(
-            ids=self.rows.some("id", places) or [],
-            columns={name: kept[name].tolist() for name in (TARGET, PREDICTION, CONFIDENCE) if name in kept},
-            right=spread(self._is_right(columns)) if self.judges else None,
-            measured=None if self.measure is None else spread(*self.measure.of(columns)),
-        )
+    def judged(self) -> Judged:
+        """How each row is judged."""
+        none = np.full(self.rows.count, np.nan)
+        names = [name for name in (TARGET, PREDICTION, CONFIDENCE) if name in self._columns]
+        columns = {name: none.copy() for name in names}
+        right = none.copy() if self.judges else None
+        measured = none.copy() if self.measure is not None else None
+        for places, window in self._windows():
+            for name, column in columns.items():
+                column[places] = window[name]
+            if right is not None:
+                right[places] = self._is_right(window)
+            if measured is not None and self.measure is not None:
+                values, there = self.measure.of(window)
+                measured[places] = np.where(there, values, np.nan)
+        return Judged(columns, right, measured)
 
     def evaluated(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these rows could be read; a place of -1 is none."""
@@ -293,12 +284,27 @@ class JudgedRows:
         found = pyarrow.compute.index_in(ids.cast(kept.type), value_set=kept).fill_null(-1)
         return np.asarray(found).astype(np.int64)
 
+    def place_of(self, name: str) -> int:
+        """The row of an id; raises UsageError where there is none."""
+        import pyarrow
+
+        place = int(self.places_of(pyarrow.array([name]))[0])
+        if place < 0:
+            hint = nearest(name, self.rows.whole("id").to_pylist()) if self.rows.count < _FEW else ""
+            raise UsageError(
+                f"{self.folder} has no sample {name!r}.{hint} 'dualeval show {self.folder}' lists some."
+            )
+        return place
+
     def samples(self, places: Sequence[int]) -> list[Sample]:
         """These rows, whole, in this order; no other group of rows is read."""
         samples = {place: self._sample(row) for place, row in self.rows.at(places)}
         return [samples[place] for place in places]
 
     def _sample(self, row: Mapping[str, Any]) -> Sample:
+        if row[self.rows.names[0]] is None:  # it could not be read
+            nothing = dict.fromkeys(("target", "prediction", "correct", "confidence", "loss"))
+            return Sample(row=row, **nothing)
         columns = {name: np.array([row[name]]) for name in self._columns}
         values, there = self.measure.of(columns) if self.measure is not None else ([0.0], [False])
         computed = {name: value for name, value in row.items() if name not in self.data_names}

@@ -139,16 +139,6 @@ class StoredRows:
             column = column.combine_chunks()
         return self._not_null(column, name) if name in _IDS else column
 
-    def some(self, name: str, places: npt.NDArray[np.int64]) -> list[Any] | None:
-        """A column of some rows, in this order, as Python values; None where a row has not one of it."""
-        import pyarrow
-
-        column = self.whole(name)
-        if column is None or pyarrow.types.is_nested(column.type):
-            return None
-        values: list[Any] = column.take(pyarrow.array(places)).to_pylist()
-        return values
-
     def batch(self, samples: range) -> Window:
         """Read the rows of consecutive samples, all columns and texts."""
         with self._opened() as file:

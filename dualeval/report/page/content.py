@@ -16,7 +16,7 @@ from dualeval.comparison.worst import Chosen, JudgedRows, Sample, flips_of, high
 from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
-from dualeval.report.page.rows import rows_of
+from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.things import Shown, others_than, things_of
 from dualeval.report.table import shown_options
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
@@ -77,7 +77,8 @@ class SampleShown:
     correct: bool | None
     confidence: float | None
     loss: float | None
-    # Of "mistake", "loss", "lost:0", "gained:0", "worse:0", "better:0"; 0: number of the run compared with.
+    # Of "asked", "mistake", "loss", "lost:0", "gained:0", "worse:0", "better:0"; 0: number of the run compared
+    # with.
     reasons: tuple[str, ...]
     columns: Mapping[str, str]  # columns of the data, and further scores, as texts
     facets: Mapping[str, tuple[str, ...]]  # by what one looks for samples: groups, and what the task says
@@ -114,7 +115,7 @@ class PageContent:
     legend: str
     # By name: of layers, and of what they show.
     colours: Mapping[str, str]
-    rows: Mapping[str, Any]  # of `rows.rows_of`
+    rows: Mapping[str, Any]  # of `rows.rows_of`, or `AllRows.head`
     worst_by: str | None  # what the reason "loss" goes by
     cut: str | None
     class_columns: Sequence[str]
@@ -139,23 +140,25 @@ def build(
     command: str | None = None,
     notes: Sequence[str] = (),
     paths: bool = False,
+    table: Mapping[str, Any] | None = None,
+    sample: str | None = None,
 ) -> PageContent:
     """Read what the page of a finished run says; each run of ``against`` is A, and this one is B.
 
     Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
     types to run it again, and ``notes`` stand beside the result's warnings. Without ``paths`` no folder of
-    this machine is named: a page is sent to others.
+    this machine is named: a page is sent to others. ``table`` is the page's if it is served, and the
+    ``sample`` of this id has a card before all others.
     """
-    rows = JudgedRows(folder, result)
-    name, *names = _names([folder, *against])
+    rows, against = JudgedRows(folder, result), [*dict.fromkeys(against)]
+    name, *names = names_of([folder, *against])
     comparisons = [compare(other, folder) for other in against]
-    others = [JudgedRows.open(other) for other in against]
-    reasons, cut = _chosen(rows, comparisons, others)
-    samples = rows.samples([*reasons])
-    of_others = [_same_samples(other, samples) for other in others]
+    others = {of: JudgedRows.open(other) for of, other in zip(names, against, strict=True)}
+    asked = [] if sample is None else [rows.place_of(sample)]
+    reasons, cut = _chosen(rows, comparisons, [*others.values()], asked)
     confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
-    columns, by_class = _classes_beside(classes_of(result, confusions), names, others)
+    columns, by_class = _classes_beside(classes_of(result, confusions), others)
     model = result.description.get("model", "")
     content = PageContent(
         name=name,
@@ -167,14 +170,11 @@ def build(
             for comparison, other, each in zip(comparisons, names, against, strict=True)
         ],
         warnings=[*result.warnings, *notes],
-        samples=[
-            _sample_shown(rows, sample, tuple(why), task, dict(zip(names, of_sample, strict=True)))
-            for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
-        ],
+        samples=samples_shown(rows, others, task, reasons),
         samples_total=result.samples["evaluated"],
         legend="" if task is None else task.legend,
         colours={} if task is None else task.colours([each[0] for each in by_class]),
-        rows=rows_of(rows, dict(zip(names, others, strict=True)), comparisons),
+        rows=rows_of(columns_of(rows, others), rows, comparisons) if table is None else table,
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
         class_columns=columns,
@@ -251,7 +251,7 @@ def _about(result: Result) -> list[tuple[str, str]]:
     return [*task, *result.description.items(), ("samples", samples), *clustered, *finished]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names_of(folders: Sequence[Path]) -> list[str]:
     """What runs are called: their folders, with as much before them as tells them apart."""
     parts = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, parts))):
@@ -336,13 +336,16 @@ def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, 
 
 
 def _chosen(
-    rows: JudgedRows, comparisons: Sequence[Comparison], others: Sequence[JudgedRows]
+    rows: JudgedRows,
+    comparisons: Sequence[Comparison],
+    others: Sequence[JudgedRows],
+    asked: Sequence[int],
 ) -> tuple[dict[int, list[str]], str | None]:
     """The places of the samples that are shown, with the reasons for each; and what is not shown."""
     wanted = [(listed, "") for listed in rows.lists()]
     for number, comparison in enumerate(comparisons):
         wanted += [(listed, f":{number}") for listed in rows.lists(comparison)]
-    reasons: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = {place: ["asked"] for place in asked}
     cut = []
 
     def add(reason: str, title: str, worst: Chosen) -> None:
@@ -360,6 +363,18 @@ def _chosen(
             add(f"worse:{number}", "worse here than there", highest(worse, _LOSSES))
             add(f"better:{number}", "better here than there", highest(-worse, _LOSSES))
     return reasons, f"The page shows {', '.join(cut)}." if cut else None
+
+
+def samples_shown(
+    rows: JudgedRows, others: Mapping[str, JudgedRows], task: Any, reasons: Mapping[int, Sequence[str]]
+) -> list[SampleShown]:
+    """The cards of the samples at these places, with the reasons for each."""
+    samples = rows.samples([*reasons])
+    of_others = [_same_samples(other, samples) for other in others.values()]
+    return [
+        _sample_shown(rows, sample, tuple(why), task, dict(zip(others, of_sample, strict=True)))
+        for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
+    ]
 
 
 def _same_samples(other: JudgedRows, samples: Sequence[Sample]) -> list[Sample | None]:
@@ -389,7 +404,7 @@ def _sample_shown(
         columns={
             name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
             for name in rows.further
-            if row[name] == row[name]  # no NaN
+            if row[name] is not None and row[name] == row[name]  # no NaN
         },
         facets=_facets(rows, row, task),
         shown=shown,
@@ -438,11 +453,11 @@ def classes_of(result: Result, confusions: Mapping[str, Confusion]) -> tuple[lis
 
 
 def _classes_beside(
-    own: tuple[list[str], list[list[Any]]], names: Sequence[str], others: Sequence[JudgedRows]
+    own: tuple[list[str], list[list[Any]]], others: Mapping[str, JudgedRows]
 ) -> tuple[list[str], list[list[Any]]]:
     """The table of the classes, with the differences from other runs' figures of classes of these names."""
     columns, rows = own
-    for run, other in zip(names, others, strict=True):
+    for run, other in others.items():
         theirs, of_classes = classes_of(other.result, confusions_of(other.result, other.folder))
         by_name = {each[0]: dict(zip(theirs, each, strict=True)) for each in of_classes}
         compared = [name for name in columns if name in _FIRST and name != "support" and name in theirs]

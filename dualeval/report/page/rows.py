@@ -1,13 +1,14 @@
-"""Every sample of a run as a row of its page's table; of more than there is room for, those that matter."""
+"""Every sample of a run as a row of its page's table; of more than a page has room for, those that matter."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dualeval.comparison.worst import CONFIDENCE, PREDICTION, TARGET, JudgedRows
 
@@ -21,10 +22,57 @@ _BYTES = 4_500_000
 _LETTERS = 60
 
 
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table: of all rows numbers, NaN for none; or texts."""
+
+    name: str
+    # Of texts int32: their places in `texts`, -1 for none.
+    values: npt.NDArray[Any]
+    # A ``pyarrow.LargeStringArray`` of different texts; None for numbers.
+    texts: Any = None
+
+    def some(self, places: npt.NDArray[Any]) -> list[Any]:
+        """The values of these rows, for people: None for none."""
+        values = self.values[places].tolist()
+        if self.texts is None:
+            return [*map(_number, values)]
+        return [None if each < 0 else self.texts[each].as_py() for each in values]
+
+    def embedded(self, places: npt.NDArray[Any]) -> dict[str, Any]:
+        """These rows as they are in a page, with the texts that they need."""
+        if self.texts is None:
+            return {"name": self.name, "values": self.some(places)}
+        used, of_rows = np.unique(self.values[places], return_inverse=True)
+        has_none = int(len(used) > 0 and used[0] < 0)
+        texts = self.texts.take(used[has_none:]).to_pylist()
+        column = {"name": self.name, "texts": texts}
+        values = [None if each < 0 else each for each in (of_rows - has_none).tolist()]
+        return column if values == [*range(len(texts))] else {**column, "values": values}
+
+
+def columns_of(rows: JudgedRows, others: Mapping[str, JudgedRows]) -> list[Column]:
+    """The table of all rows of a run, with what other runs say of the same samples."""
+    columns = [Column(name="id", values=np.arange(rows.rows.count, dtype=np.int32), texts=rows.rows.whole("id"))]
+    columns += _judged(rows)
+    for name in rows.further:
+        if (column := _of_file(rows, name)) is not None:
+            columns.append(column)
+    for run, other in others.items():
+        there = other.places_of(columns[0].texts)
+        for column in _judged(other):
+            if column.name != TARGET:
+                none = np.append(column.values, np.array([-1 if column.texts is not None else np.nan]))
+                # Those that the other run lacks are at -1: the last one, which is none.
+                values = none.astype(column.values.dtype)[there]
+                columns.append(replace(column, name=f"{column.name}, {run}", values=values))
+    return columns
+
+
 def rows_of(
-    rows: JudgedRows, others: Mapping[str, JudgedRows], comparisons: Sequence[Comparison] = ()
+    columns: Sequence[Column], rows: JudgedRows, comparisons: Sequence[Comparison] = ()
 ) -> dict[str, Any]:
-    """The table of a page: ``columns``, and how many rows there are in ``of``.
+    """What a page has of its table: ``columns``, and how many rows there are in ``of``.
 
     A column has a ``name`` and ``values``, numbers or None; those of texts are places in its ``texts``, or
     there are none, and each row has its own text.
@@ -33,10 +81,10 @@ def rows_of(
     most = MOST
     while True:
         places = np.arange(of) if of <= most else _worst(rows, comparisons, most)
-        columns = [*_columns(rows, places), *_of_others(rows, others, places)]
-        size = len(json.dumps(columns, separators=(",", ":")))
+        embedded = [each.embedded(places) for each in columns]
+        size = len(json.dumps(embedded, separators=(",", ":")))
         if size <= _BYTES or not len(places):
-            return {"of": of, "columns": columns}
+            return {"of": of, "columns": embedded}
         most = int(0.9 * len(places) * _BYTES / size)
 
 
@@ -47,64 +95,60 @@ def _worst(rows: JudgedRows, comparisons: Sequence[Comparison], most: int) -> An
     return np.unique(np.concatenate([np.asarray(each, np.int64) for each in chosen] or [np.arange(most)]))
 
 
-def _columns(rows: JudgedRows, places: Any) -> Iterator[dict[str, Any]]:
-    """Of a run: id, target, prediction, right or wrong, confidence, measure, and the columns of the data."""
-    table = rows.judged(places)
-    yield _column("id", table.ids)
+def _judged(rows: JudgedRows) -> Iterator[Column]:
+    """Of a run: target, prediction, right or wrong, confidence, measure."""
+    judged = rows.judged()
     for name in (TARGET, PREDICTION):
-        if name in table.columns:
-            yield _column(name, _named(rows, table.columns[name]))
-    if table.right is not None:
-        yield _column(
-            "right", [None if each is None else "right" if each else "wrong" for each in table.right]
-        )
-    if CONFIDENCE in table.columns:
-        yield _column(CONFIDENCE, table.columns[CONFIDENCE])
-    if table.measured is not None and rows.measure is not None:
-        yield _column(rows.measure.name, table.measured)
-    for name in rows.further:
-        if (values := rows.rows.some(name, places)) is not None:
-            yield _column(name, values)
+        if name in judged.columns:
+            yield _named(rows, name, judged.columns[name])
+    if judged.right is not None:
+        yield _of_texts("right", ["wrong", "right"], np.nan_to_num(judged.right, nan=-1).astype(np.int32))
+    if CONFIDENCE in judged.columns:
+        yield _of_numbers(CONFIDENCE, judged.columns[CONFIDENCE])
+    if judged.measured is not None and rows.measure is not None:
+        yield _of_numbers(rows.measure.name, judged.measured)
 
 
-def _named(rows: JudgedRows, values: Sequence[Any]) -> Sequence[Any]:
+def _named(rows: JudgedRows, name: str, values: npt.NDArray[np.float64]) -> Column:
     """Classes by their names."""
     if not rows.has_classes:
-        return values
-    names = rows.class_names
-    named = {-1: "NaN"} | {place: name for place, name in enumerate(names) if name is not None}
-    return [None if each is None else named.get(int(each), str(int(each))) for each in values]
+        return _of_numbers(name, values)
+    known = {-1: "NaN"} | {place: each for place, each in enumerate(rows.class_names) if each is not None}
+    there = np.isfinite(values)
+    used, places = np.unique(values[there], return_inverse=True)
+    of_rows = np.full(len(values), -1, np.int32)
+    of_rows[there] = places
+    return _of_texts(name, [known.get(int(each), str(int(each))) for each in used], of_rows)
 
 
-def _of_others(rows: JudgedRows, others: Mapping[str, JudgedRows], places: Any) -> Iterator[dict[str, Any]]:
-    """What other runs say of the same samples: prediction, right or wrong, the measure."""
-    if not others:
-        return
-    ids = rows.rows.whole("id").take(places)
-    for run, other in others.items():
-        there = other.places_of(ids)
-        # Those that the other run lacks are read as its first row, and left out.
-        of = [*_columns(other, np.maximum(there, 0))] if other.rows.count else []
-        for column in of:
-            if column["name"] in (PREDICTION, "right", CONFIDENCE, other.measure and other.measure.name):
-                own = column.get("values", range(len(there)))
-                values = [
-                    value if place >= 0 else None for value, place in zip(own, there.tolist(), strict=True)
-                ]
-                yield {**column, "name": f"{column['name']}, {run}", "values": values}
+def _of_file(rows: JudgedRows, name: str) -> Column | None:
+    """A further column as it is in the file; None for one without a number or a text a sample."""
+    import pyarrow
 
-
-def _column(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    if not any(isinstance(each, str) for each in values):
-        return {"name": name, "values": [_number(each) for each in values]}
-    places: dict[str, int] = {}
-    texts = [None if each is None else str(each)[:_LETTERS] for each in values]
-    found = [None if each is None else places.setdefault(each, len(places)) for each in texts]
-    column = {"name": name, "texts": [*places]}
-    return column if found == [*range(len(found))] else {**column, "values": found}
-
-
-def _number(value: Any) -> float | int | None:
-    if value is None or not math.isfinite(value):
+    column = rows.rows.whole(name)
+    if rows.rows.kinds[name]:
+        return _of_numbers(name, np.asarray(column.cast(pyarrow.float64())))
+    if not pyarrow.types.is_large_string(column.type):
         return None
-    return int(value) if isinstance(value, (bool, int)) else float(f"{value:.4g}") + 0.0  # no -0.0
+    return _of_texts(name, column, np.arange(len(column), dtype=np.int32))
+
+
+def _of_numbers(name: str, values: npt.NDArray[np.float64]) -> Column:
+    return Column(name=name, values=np.where(np.isfinite(values), values, np.nan))
+
+
+def _of_texts(name: str, texts: Any, places: npt.NDArray[np.int32]) -> Column:
+    """A column from texts of which some may be equal or None, and the place of each row's."""
+    import pyarrow
+    import pyarrow.compute
+
+    begun = pyarrow.compute.utf8_slice_codeunits(pyarrow.array(texts, pyarrow.large_string()), 0, _LETTERS)
+    encoded = begun.dictionary_encode()
+    known = np.asarray(encoded.indices.fill_null(-1)).astype(np.int32)
+    return Column(name=name, values=np.append(known, np.int32(-1))[places], texts=encoded.dictionary)
+
+
+def _number(value: float) -> float | int | None:
+    if value != value:
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.4g}")
