@@ -42,7 +42,7 @@ STEPS: dict[str, tuple[tuple[Any, str], tuple[Any, str]]] = {
     "result": ((RunFolder, "write"), (ControlPlane, "meet")),
     "status": ((RunFolder, "finish"), (ControlPlane, "meet")),
     "lease": ((finish, "let_go"), (finish, "let_go")),
-    "page": ((page, "write_report"), (Joined, "leave")),
+    "page": ((page, "write_page"), (Joined, "leave")),
     "store": ((Joined, "leave"), (Joined, "leave")),
     "loggers": ((log, "send"), (cli, "_end_process")),
     "exit": ((cli, "_end_process"), (cli, "_end_process")),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
@@ -15,7 +19,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
 from dualeval.messages import printable, printable_lines
 from dualeval.options.choices import check_groups
 from dualeval.report.loggers.loggers import check_installed, targets_of
-from dualeval.result import JOB, json_text
+from dualeval.result import JOB, REPORT, json_text
 
 if TYPE_CHECKING:
     from dualeval.comparison.worst import JudgedRows, Sample
@@ -65,21 +69,57 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
 )
 @click.option("--out", type=PATH, metavar="FILE", help="File of the page.  [default: RUN/report.html]")
 @click.option("--paths", is_flag=True, help="Name folders of this machine, as commands need them.")
-def report(run: Path, against: Sequence[Path], out: Path | None, paths: bool) -> None:
+@click.option(
+    "--serve", is_flag=True, help="Write no file: show all rows in a browser of this machine, until Ctrl-C."
+)
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="N", help="With --serve.  [default: a free one]"
+)
+def report(
+    run: Path, against: Sequence[Path], out: Path | None, paths: bool, serve: bool, port: int | None
+) -> None:
     """Write one HTML file that shows a finished run: figures, samples, classes, comparison.
 
     \b
     dualeval report runs/b
     dualeval report runs/b --against runs/a --out b.html
+    dualeval report runs/b --serve
 
     The file asks for nothing else: it can be sent as it is. RUN is an output folder.
     """
     if out is not None and (out.suffix.lower() != ".html" or out.is_dir()):
         raise UsageError(f"--out {out}: expected the name of a file that ends in .html")
+    if serve and (out is not None or paths):
+        raise UsageError("--serve writes no file, and names folders: leave out --out and --paths.")
+    if port is not None and not serve:
+        raise UsageError(f"--port {port} is for a page that is served: also give --serve.")
+    task, problem = _task_of(run)
+    if serve:
+        _serve(run, task, against, problem, port or 0)
+        return
+    from dualeval.report.page.page import content_of, write_page
+
+    page = out or run / REPORT
+    write_page(content_of(run, task, against=against, problem=problem, paths=paths), page)
+    click.echo(f"the report is in {page}")
+
+
+def _serve(run: Path, task: Any, against: Sequence[Path], problem: str, port: int) -> None:
+    from dualeval.report.page.server import PageServer, ServedPage
+
+    with PageServer(ServedPage(run, task, against=against, problem=problem), port) as server:
+        click.echo(f"the report is at {server.address}\nCtrl-C ends it.")
+        # That is how one leaves it: nothing is cut short.
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _task_of(run: Path) -> tuple[Any, str]:
+    """The task of a run whose page is made, which shows its samples; or None, and why."""
     from dualeval.engine.folder.finished import check_finished
     from dualeval.engine.job.agreement import contents_now
-    from dualeval.report.page.page import check_installed, write_report
-    from dualeval.result import JOB, read_job
+    from dualeval.report.page.page import check_installed
+    from dualeval.result import read_job
     from dualeval.tasks.stored import task_of_run
 
     check_installed()
@@ -94,8 +134,7 @@ def report(run: Path, against: Sequence[Path], out: Path | None, paths: bool) ->
         and contents_now(task.dataset(), job["samples"]) != job["contents"]
     ):
         task, problem = None, f"files of the data of {run} have changed since: none of them is shown."
-    page = write_report(run, task, against=against, out=out, problem=problem, paths=paths)
-    click.echo(f"the report is in {page}")
+    return task, problem
 
 
 @click.command("slice")
@@ -202,6 +241,7 @@ _VALUES = 2000  # of a list that is shown whole, as logits are
 @click.option("--against", type=PATH, multiple=True, metavar="RUN", help="With SAMPLE: what these runs say.")
 @click.option("--metric", metavar="NAME", help="List by this metric's number of each sample.")
 @click.option("--per-class", is_flag=True, help="The metrics of each class.")
+@click.option("--html", is_flag=True, help="With SAMPLE: write RUN/report.html with its card, and open it.")
 def show(
     run: Path,
     sample: str | None,
@@ -211,26 +251,33 @@ def show(
     against: Sequence[Path],
     metric: str | None,
     per_class: bool,
+    html: bool,
 ) -> None:
     """Show the samples of a finished run that deserve a look, or all that is known of the one of an id.
 
     \b
     dualeval show runs/a --worst 20 --class cat
     dualeval show runs/b val/cat/7.jpg --against runs/a
+    dualeval show runs/b val/cat/7.jpg --html
     dualeval show runs/b --flips-against runs/a
     dualeval show runs/a --per-class
 
-    Without a flag: the most confident mistakes and the highest losses. RUN is an output folder, which is
-    not changed.
+    Without a flag: the most confident mistakes and the highest losses. RUN is an output folder, of which
+    nothing is changed but the page of --html.
     """
     from dualeval.comparison.compared import compare as compare_runs
     from dualeval.comparison.worst import JudgedRows, highest
 
+    if html and (sample is None or metric is not None):
+        raise UsageError("--html shows one sample, with all metrics: dualeval show RUN ID --html")
     rows = JudgedRows.open(run, metric)
     if sample is not None:
         if per_class or any(each is not None for each in (worst, name, other)):
             raise UsageError(f"show {run} {sample} shows one sample: leave out the options of lists.")
-        _print_sample(sample, rows, [JudgedRows.open(each, metric) for each in against])
+        if html:
+            _open_sample(sample, run, against)
+        else:
+            _print_sample(sample, rows, [JudgedRows.open(each, metric) for each in against])
         return
     if against:
         raise UsageError("--against shows one sample in several runs: name it, as in dualeval show RUN ID.")
@@ -266,13 +313,31 @@ def show(
         click.echo(f"files are below {printable(folder)}")
 
 
+def _open_sample(name: str, run: Path, against: Sequence[Path]) -> None:
+    """Write the page with a sample's card, and print its address; on a terminal, a browser opens it."""
+    from dualeval.report.page.html import seen
+    from dualeval.report.page.page import content_of, write_page
+
+    task, problem = _task_of(run)
+    content = content_of(run, task, against=against, problem=problem, sample=name)
+    write_page(content, run / REPORT)
+    # As the page calls it: without the folders of an absolute path.
+    called = quote(seen(content.samples[0].id), safe="")
+    address = f"{(run / REPORT).absolute().as_uri()}#sample={called}"
+    click.echo(address)
+    if sys.stdout.isatty():
+        webbrowser.open(address)
+
+
 def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> None:
     """All that runs know of a sample, a line a column."""
     found: list[dict[str, Any]] = []
     for each in (rows, *others):
         [known] = each.samples([each.place_of(name)])
         judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
-        found.append({**known.row, **{column: value for column, value in judged.items() if value is not None}})
+        found.append(
+            {**known.row, **{column: value for column, value in judged.items() if value is not None}}
+        )
     # A row alone is shown whole.
     cut = _cut if others else (lambda text: text)
     lines = [

@@ -277,12 +277,17 @@ class JudgedRows:
         return np.append(there, False)[places]
 
     def places_of(self, ids: Any) -> npt.NDArray[np.int64]:
-        """The rows of ids, a ``pyarrow.Array``; -1 for those that are not there."""
+        """The rows of different ids, a ``pyarrow.Array``; -1 for those that are not there."""
         import pyarrow.compute
 
         kept = self.rows.whole("id")
-        found = pyarrow.compute.index_in(ids.cast(kept.type), value_set=kept).fill_null(-1)
-        return np.asarray(found).astype(np.int64)
+        # The ids in the order of the rows: what is looked up in is made of those asked for, often a few.
+        asked = pyarrow.compute.index_in(kept, value_set=ids.cast(kept.type)).fill_null(-1)
+        of_rows = np.asarray(asked).astype(np.int64)
+        there = np.flatnonzero(of_rows >= 0)
+        places = np.full(len(ids), -1, np.int64)
+        places[of_rows[there]] = there
+        return places
 
     def place_of(self, name: str) -> int:
         """The row of an id; raises UsageError where there is none."""

@@ -211,7 +211,7 @@ def test_wrong_arguments_of_the_command_are_refused(runs: Path, tmp_path: Path) 
     for words, said in (
         ([runs / "c"], "there is no folder"),
         ([runs / "a", "--against", runs / "c"], "there is no folder"),
-        ([runs / "a", "--out", tmp_path / "none/page.html"], "Give --out FILE in a folder of your own"),
+        ([runs / "a", "--out", tmp_path / "none/page.html"], "report RUN --out FILE' writes another file"),
         (
             [runs / "a", "--out", runs / "a/predictions.parquet"],
             "expected the name of a file that ends in .html",

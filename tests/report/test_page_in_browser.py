@@ -111,7 +111,7 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
     assert len(rows(visit)) < 60 and rows(visit)[0] == f"val/{MARKUP}/0"
     # Only what is in sight is there; at the end the last row.
     page.eval_on_selector("#rows-table", "(box) => { box.scrollTop = box.scrollHeight; }")
-    page.wait_for_function("document.querySelector('#rows-table tbody').textContent.includes('/499')")
+    page.wait_for_function("() => document.querySelector('#rows-table tbody').textContent.includes('/499')")
 
     page.fill("#search", "CAT/12")
     assert rows(visit) == [f"val/cat/{at}" for at in (12, 122, 127)]
@@ -124,7 +124,7 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
     page.fill("#row-filters input[type=number] >> nth=0", "490")
     assert page.inner_text("#rows-found").startswith("10 of 500")  # the one without a number is not there
     page.locator("#row-filters button").click()
-    page.wait_for_function("document.querySelector('#rows-found').textContent.startsWith('500')")
+    page.wait_for_function("() => document.querySelector('#rows-found').textContent.startsWith('500')")
 
     page.select_option("#row-filters select >> nth=1", label="wrong")
     assert page.inner_text("#rows-found").startswith("250 of 500")

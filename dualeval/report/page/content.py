@@ -77,8 +77,8 @@ class SampleShown:
     correct: bool | None
     confidence: float | None
     loss: float | None
-    # Of "asked", "mistake", "loss", "lost:0", "gained:0", "worse:0", "better:0"; 0: number of the run compared
-    # with.
+    # Of "asked", "mistake", "loss", and "lost:0", "gained:0", "worse:0", "better:0", where 0 is the number of
+    # the run compared with.
     reasons: tuple[str, ...]
     columns: Mapping[str, str]  # columns of the data, and further scores, as texts
     facets: Mapping[str, tuple[str, ...]]  # by what one looks for samples: groups, and what the task says
@@ -336,10 +336,7 @@ def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, 
 
 
 def _chosen(
-    rows: JudgedRows,
-    comparisons: Sequence[Comparison],
-    others: Sequence[JudgedRows],
-    asked: Sequence[int],
+    rows: JudgedRows, comparisons: Sequence[Comparison], others: Sequence[JudgedRows], asked: Sequence[int]
 ) -> tuple[dict[int, list[str]], str | None]:
     """The places of the samples that are shown, with the reasons for each; and what is not shown."""
     wanted = [(listed, "") for listed in rows.lists()]

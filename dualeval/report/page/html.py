@@ -46,18 +46,8 @@ _LEVELS = 9  # of the matrix's colours
 
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
-    cards: list[dict[str, Any]] = [
-        {
-            "of": sample,
-            "shown": [_template_values(each) for each in sample.shown],
-            "others": [
-                {"of": other, "shown": [_template_values(each) for each in other.shown]}
-                for other in sample.others
-            ],
-            "turn": turn,
-        }
-        for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
-    ]
+    turns = _turns(content.samples)
+    cards = [{**_card(sample), "turn": turn} for sample, turn in zip(content.samples, turns, strict=True)]
     sections = _sections(content)
     while True:
         page = _filled(content, cards, sections)
@@ -66,11 +56,33 @@ def render(content: PageContent, limit: int = _LIMIT) -> str:
         cards = [card for card in cards if card["turn"] < len(cards) * 2 // 3]
 
 
+def render_card(content: PageContent, sample: SampleShown) -> str:
+    """Make the card of a sample alone, as it would be on the page."""
+    template = _environment().get_template("page.html.j2")
+    known = template.make_module({"content": content, "breaking": _breaking, "link": _link, "is_page": False})
+    return str(vars(known)["card"](**_card(sample)))
+
+
+def policy_of(content: PageContent) -> str:
+    """The Content-Security-Policy: the page asks for nothing, or for its own rows if it is served."""
+    style, script = _files()
+    connects = "connect-src 'self'; " if content.rows.get("served") else ""
+    return (
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; {connects}"
+        f"style-src {_hash(style)}; script-src {_hash(script)}"
+    )
+
+
+def _files() -> tuple[str, str]:
+    return (_HERE / "page.css").read_text("utf-8"), (_HERE / "page.js").read_text("utf-8")
+
+
 def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any]) -> str:
-    style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    style, script = _files()
     left_out = f"{len(cards)} of {len(content.samples)} samples are shown: the page has room for no more."
     template = _environment().get_template("page.html.j2")
     return template.render(
+        is_page=True,
         content=content,
         cards=cards,
         cuts=[content.cut, left_out if len(cards) < len(content.samples) else None],
@@ -85,22 +97,23 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
         script=Markup(script),
-        policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-        f"style-src {_hash(style)}; script-src {_hash(script)}",
+        policy=policy_of(content),
         breaking=_breaking,
         link=_link,
-        rows=_as_script([*map(_column, content.rows["columns"])]),
+        rows=_as_script({**content.rows, "columns": [*map(_column, content.rows["columns"])]}),
         rows_there=_number_of_rows(content),
         index=_as_script([_index(card["of"]) for card in cards]),
     )
 
 
 def _column(column: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {"texts": [*map(_seen, column["texts"])]} if "texts" in column else {}
-    return {**column, "name": _seen(column["name"]), **texts}
+    texts = {"texts": [*map(seen, column["texts"])]} if "texts" in column else {}
+    return {**column, "name": seen(column["name"]), **texts}
 
 
 def _number_of_rows(content: PageContent) -> int:
+    if content.rows.get("served"):
+        return int(content.rows["of"])
     return len(next((each.get("values", each.get("texts")) for each in content.rows["columns"]), []))
 
 
@@ -116,6 +129,7 @@ def _reason(reason: str, content: PageContent) -> str:
     kind, _, number = reason.partition(":")
     run, other = content.name, content.against[int(number)].name if number else ""
     return {
+        "asked": "the sample that was asked for",
         "mistake": "confident mistakes",
         "loss": f"worst by {content.worst_by}",
         "lost": f"right in {other}, wrong in {run}",
@@ -312,12 +326,21 @@ def _turns(samples: Sequence[SampleShown]) -> list[int]:
     return [order.index(at) for at in range(len(samples))]
 
 
+def _card(sample: SampleShown) -> dict[str, Any]:
+    """What the template makes a card of."""
+    return {
+        "of": sample,
+        "shown": [*map(_template_values, sample.shown)],
+        "others": [{"of": other, "shown": [*map(_template_values, other.shown)]} for other in sample.others],
+    }
+
+
 def _index(sample: SampleShown) -> dict[str, Any]:
     """What the page's filters know of a sample."""
     values = {"reason": sample.reasons, "target": [sample.target], "prediction": [sample.prediction]}
     # Facets are strangers' names, and none of them is one of these.
-    values |= {f"facet {_seen(facet)}": each for facet, each in sample.facets.items()}
-    return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
+    values |= {f"facet {seen(facet)}": each for facet, each in sample.facets.items()}
+    return {key: [seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
 def _template_values(shown: Shown) -> dict[str, Any]:
@@ -396,7 +419,7 @@ def _boxes(boxes: Sequence[Box], size: tuple[int, int]) -> str:
         red, green, blue = bytes.fromhex(colour[1:])
         ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 140 else "white"
         at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}" stroke="{colour}"'
-        written.append(f"<text {at}>{escape(_seen(text))}</text>" if text else "")
+        written.append(f"<text {at}>{escape(seen(text))}</text>" if text else "")
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" preserveAspectRatio="none">'
         f'<g fill="none" stroke-width="1.5">{"".join(drawn)}</g>'
@@ -419,21 +442,21 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         # Of each value that the template writes, before it is escaped.
-        finalize=lambda value: _seen(value) if type(value) is str else value,
+        finalize=lambda value: seen(value) if type(value) is str else value,
     )
 
 
 def _breaking(text: str) -> Markup:
     """An id or a path that a line may end within, behind a slash."""
-    return Markup("/<wbr>").join(_seen(text).split("/"))
+    return Markup("/<wbr>").join(seen(text).split("/"))
 
 
 def _link(sample: str) -> str:
     """What opens a sample large, by an id."""
-    return f"#sample={quote(_seen(sample))}"
+    return f"#sample={quote(seen(sample))}"
 
 
-def _seen(text: str) -> str:
+def seen(text: str) -> str:
     """A text of strangers, with what cannot be seen spelled out."""
     return printable_lines(text.replace("\r\n", "\n"))
 

@@ -58,76 +58,146 @@ on(one("#more"), "click", () => { most += STEP; filter(); });
 all(".go").forEach((button) => on(button, "click", () => choose({ reason: button.dataset.reason })));
 if (cards.length) filter();
 
-// All samples: a table of which only the rows in sight are there.
-const columns = JSON.parse(one("#rows-data").textContent);
+// All samples: a table of which only the rows in sight are there. Its rows are in the page, or a server has them.
+const { columns, of, served } = JSON.parse(one("#rows-data").textContent);
 const HEIGHT = 32, AROUND = 12;
-const count = columns.length ? (columns[0].values ?? columns[0].texts).length : 0;
-const valueOf = (column, row) => (column.values ? column.values[row] : row);
-function textOf(column, row) {
-  const value = valueOf(column, row);
-  return value === null ? "\u2013" : column.texts ? column.texts[value] : String(value);
-}
-let shown = Array.from({ length: count }, (_, row) => row);
-let sorted = { at: -1, way: 1 };
-const tests = new Map();  // by what is asked, a function of a row
+// Browsers draw nothing that is much higher: of more rows, those in sight go by faster than the bar.
+const HIGHEST = 15e6;
+const count = served ? of : columns.length ? (columns[0].values ?? columns[0].texts).length : 0;
+const source = served ? atServer() : inPage();
+const query = { search: "", tests: {}, sorted: [-1, 1] };  // a test: a column, and from what to what
 const box = one("#rows-table");
+let found = 0, asked = 0, painted = 0;
 
-function paint() {
-  const first = Math.max(0, Math.floor(box.scrollTop / HEIGHT) - AROUND);
-  const last = Math.min(shown.length, first + Math.ceil(box.clientHeight / HEIGHT) + 2 * AROUND);
-  const rows = [gap(first)];
-  for (let at = first; at < last; at++) {
+// `find` keeps and sorts the rows that a query asks for, and says how many; `rows` has some of them, the number of each
+// before its texts; `card` is an element.
+function inPage() {
+  const valueOf = (column, row) => (column.values ? column.values[row] : row);
+  const textOf = (column, row) => {
+    const value = valueOf(column, row);
+    return value === null ? null : column.texts ? column.texts[value] : value;
+  };
+  const searched = columns.filter((column) => column.texts).map((column) => [column, column.texts.map((text) => text.toLowerCase())]);
+  let shown = [];
+  function find({ search, tests, sorted }) {
+    const wanted = search.toLowerCase();
+    const hits = wanted && searched.map(([column, texts]) => [column, texts.map((text) => text.includes(wanted))]);
+    const has = ([column, hit]) => { const value = valueOf(column, row); return value !== null && hit[value]; };
+    const fits = ([at, low, high]) => { const value = valueOf(columns[at], row); return value !== null && value >= (low ?? -Infinity) && value <= (high ?? Infinity); };
+    const limits = Object.values(tests).flat();
+    let row = 0;
+    shown = [];
+    for (; row < count; row++) if (limits.every(fits) && (!hits || hits.some(has))) shown.push(row);
+    if (sorted[0] >= 0) sort(...sorted);
+    return shown.length;
+  }
+  function sort(at, way) {
+    const column = columns[at];
+    // Texts by their order among all, so that rows are compared as numbers.
+    const order = column.texts?.map((_, place) => place).sort((a, b) => (column.texts[a] < column.texts[b] ? -1 : 1));
+    const ranks = order && new Float64Array(order.length);
+    order?.forEach((place, rank) => { ranks[place] = rank; });
+    const keys = new Float64Array(count);
+    for (let row = 0; row < count; row++) {
+      const value = valueOf(column, row);
+      keys[row] = value === null ? Infinity : way * (ranks ? ranks[value] : value);
+    }
+    shown.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
+  }
+  const rows = (first, last) => shown.slice(first, last).map((row) => [row, ...columns.map((column) => textOf(column, row))]);
+  function card({ row, id }) {
+    row ??= count ? columns[0].texts?.indexOf(id) ?? -1 : -1;
+    return row < 0 ? null : ofRow(columns.map((column) => textOf(column, row)));
+  }
+  return { find, rows, card };
+}
+function atServer() {
+  let query = "";
+  async function ask(what, values) {
+    try {
+      return await fetch(`${what}?${new URLSearchParams(values)}`);
+    } catch {
+      one("#rows-found").textContent = "The server of this page has ended. Type its command again, and open the address that it prints.";
+      return new Promise(() => {});  // nothing follows
+    }
+  }
+  const some = async (first, last) => (await ask("rows", { query, first, last })).json();
+  return {
+    find: async ({ search, tests, sorted }) => {
+      query = JSON.stringify({ search, tests: Object.values(tests).flat(), sorted });
+      return (await some(0, 0)).found;
+    },
+    rows: async (first, last) => (await some(first, last)).rows,
+    card: async (which) => {
+      const body = document.createElement("template");
+      body.innerHTML = await (await ask("card", which)).text();
+      const off = all(".legend input:not(:checked)").map((each) => each.value);
+      all("[data-layer]", body.content).forEach((each) => { each.hidden = off.includes(each.dataset.layer); });
+      return body.content.firstElementChild;
+    },
+  };
+}
+const shownText = (value) => (value === null ? "\u2013" : String(value));
+
+// The rows in sight, first to last, and how much is above the first.
+function inSight() {
+  const whole = Math.min(found * HEIGHT, HIGHEST), seen = box.clientHeight;
+  const at = Math.max(0, Math.min(box.scrollTop, whole - seen));
+  const top = whole > seen ? (at / (whole - seen)) * (found - seen / HEIGHT) : 0;
+  const first = Math.max(0, Math.floor(top) - AROUND, Math.ceil(top - at / HEIGHT - 1e-6));
+  const last = Math.min(found, Math.ceil(top + seen / HEIGHT) + AROUND, Math.floor(top + (whole - at) / HEIGHT + 1e-6));
+  const above = at - (top - first) * HEIGHT;
+  return { first, last, above, below: whole - above - (last - first) * HEIGHT };
+}
+async function paint() {
+  const mine = ++painted;
+  const { first, last, above, below } = inSight();
+  const rows = (await source.rows(first, last)).map(([number, ...values], at) => {
     const row = document.createElement("tr");
-    columns.forEach((column, place) => {
+    values.forEach((value, place) => {
       const cell = document.createElement(place ? "td" : "th");
-      const text = textOf(column, shown[at]);
+      const text = shownText(value);
       if (place) cell.textContent = cell.title = text;
       else {
         const button = document.createElement("button");
         button.type = "button";
         button.textContent = button.title = text;
-        button.dataset.row = shown[at];
+        button.dataset.row = number;
+        button.dataset.at = first + at;
         cell.scope = "row";
         cell.append(button);
       }
-      if (column.texts) cell.className = "text";
+      if (columns[place].texts) cell.className = "text";
       row.append(cell);
     });
-    rows.push(row);
-  }
-  one("#rows-table tbody").replaceChildren(...rows, gap(shown.length - last));
+    return row;
+  });
+  if (mine === painted) one("#rows-table tbody").replaceChildren(gap(above), ...rows, gap(below));
 }
-function gap(rows) {
+function gap(height) {
   const row = document.createElement("tr");
   const cell = row.appendChild(document.createElement("td"));
   cell.className = "gap";
   cell.colSpan = columns.length;
-  cell.style.height = `${rows * HEIGHT}px`;
-  row.hidden = rows === 0;
+  cell.style.height = `${height}px`;
+  row.hidden = height < 1;
   row.setAttribute("aria-hidden", "true");
   return row;
 }
-function select() {
-  const asked = [...tests.values()];
-  shown = [];
-  for (let row = 0; row < count; row++) if (asked.every((fits) => fits(row))) shown.push(row);
-  if (sorted.at >= 0) sort();
-  one("#rows-found").textContent = `${shown.length.toLocaleString("en")} of ${count.toLocaleString("en")} samples`;
+async function select() {
+  const mine = ++asked;
+  const number = await source.find(query);
+  // A later key may have been answered earlier.
+  if (mine !== asked) return;
+  found = number;
+  one("#rows-found").textContent = `${found.toLocaleString("en")} of ${count.toLocaleString("en")} samples`;
   box.scrollTop = 0;
-  paint();
+  await paint();
 }
-function sort() {
-  const column = columns[sorted.at];
-  // Texts by their order among all, so that rows are compared as numbers.
-  const order = column.texts?.map((_, at) => at).sort((a, b) => (column.texts[a] < column.texts[b] ? -1 : 1));
-  const ranks = order && new Float64Array(order.length);
-  order?.forEach((place, at) => { ranks[place] = at; });
-  const keys = new Float64Array(count);
-  for (let row = 0; row < count; row++) {
-    const value = valueOf(column, row);
-    keys[row] = value === null ? Infinity : sorted.way * (ranks ? ranks[value] : value);
-  }
-  shown.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
+// By a name, a control's tests, or none where it is empty.
+function test(name, ...tests) {
+  query.tests[name] = tests;
+  select();
 }
 function field(label, control) {
   const element = document.createElement("label");
@@ -147,24 +217,19 @@ if (count) {
     button.className = "by";
     button.textContent = column.name;
     on(button, "click", () => {
-      sorted = { at, way: sorted.at === at ? -sorted.way : column.texts ? 1 : -1 };
+      const way = query.sorted[0] === at ? -query.sorted[1] : column.texts ? 1 : -1;
+      query.sorted = [at, way];
       all("#rows-table thead th").forEach((each) => each.setAttribute("aria-sort", "none"));
-      heading.setAttribute("aria-sort", sorted.way > 0 ? "ascending" : "descending");
-      sort();
-      box.scrollTop = 0;
-      paint();
+      heading.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
+      select();
     });
     one("#rows-table thead tr").append(heading);
-    if (column.texts && column.values && column.texts.length <= 300) {
+    if (column.texts?.length && (served || column.values) && column.texts.length <= 300) {
       const control = document.createElement("select");
       control.append(new Option("all", ""));
       column.texts.map((text, place) => [text, place]).sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }))
         .forEach(([text, place]) => control.append(new Option(text, place)));
-      on(control, "change", () => {
-        const wanted = Number(control.value);
-        control.value === "" ? tests.delete(at) : tests.set(at, (row) => column.values[row] === wanted);
-        select();
-      });
+      on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
       field(column.name, control);
     } else if (!column.texts) {
       ["from", "to"].forEach((end, sign) => {
@@ -172,72 +237,74 @@ if (count) {
         control.type = "number";
         control.step = "any";
         on(control, "input", () => {
-          const bound = Number(control.value), name = `${at} ${end}`;
-          const fits = (row) => column.values[row] !== null && (sign ? column.values[row] <= bound : column.values[row] >= bound);
-          control.value === "" ? tests.delete(name) : tests.set(name, fits);
-          select();
+          const bound = Number(control.value);
+          test(`${at} ${end}`, ...(control.value === "" ? [] : [[at, sign ? null : bound, sign ? bound : null]]));
         });
         field(`${column.name} ${end}`, control);
       });
     }
   });
   // Changed answers, where two runs say what is right.
-  const own = columns.find((column) => column.name === "right");
-  columns.filter((column) => own && column.name.startsWith("right, ")).forEach((column) => {
+  const own = columns.findIndex((column) => column.name === "right");
+  columns.forEach((column, at) => {
+    if (own < 0 || !column.name.startsWith("right, ")) return;
     const control = document.createElement("select");
     [["all", ""], ["right there, wrong here", "right"], ["wrong there, right here", "wrong"]].forEach((each) => control.append(new Option(...each)));
     on(control, "change", () => {
-      const name = `flip ${column.name}`;
-      const fits = (row) => textOf(column, row) === control.value && textOf(own, row) === { right: "wrong", wrong: "right" }[control.value];
-      control.value ? tests.set(name, fits) : tests.delete(name);
-      select();
+      const is = (place, text) => { const value = columns[place].texts.indexOf(text); return [place, value, value]; };
+      test(`flip ${at}`, ...(control.value ? [is(at, control.value), is(own, { right: "wrong", wrong: "right" }[control.value])] : []));
     });
     field(`flips, ${column.name.slice(7)}`, control);
   });
-  const searched = columns.filter((column) => column.texts).map((column) => [column, column.texts.map((text) => text.toLowerCase())]);
-  on(one("#search"), "input", (event) => {
-    const wanted = event.target.value.toLowerCase();
-    const found = searched.map(([column, texts]) => [column, texts.map((text) => text.includes(wanted))]);
-    const fits = (row) => found.some(([column, has]) => { const value = valueOf(column, row); return value !== null && has[value]; });
-    wanted ? tests.set("search", fits) : tests.delete("search");
-    select();
-  });
-  on(one("#row-filters"), "reset", () => { tests.clear(); setTimeout(select); });
+  on(one("#search"), "input", (event) => { query.search = event.target.value; select(); });
+  on(one("#row-filters"), "reset", () => { Object.assign(query, { search: "", tests: {} }); setTimeout(select); });
   on(one("#row-filters"), "submit", (event) => event.preventDefault());
   on(box, "scroll", () => requestAnimationFrame(paint));
-  on(box, "click", (event) => { if (event.target.dataset.row) show(textOf(columns[0], Number(event.target.dataset.row)), "rows"); });
+  on(box, "click", ({ target }) => { if (target.dataset.row) openRow(Number(target.dataset.at), [Number(target.dataset.row), target.textContent]); });
   select();
 }
 
 // A sample by itself: its card, or what its row says; the next and the previous of the list that it is from.
 const large = one("#large");
 const byId = new Map(cards.map((card) => [card.querySelector(".id").textContent, card]));
-let among = "cards", current = null;
-const listed = () => (among === "rows" ? shown.map((row) => textOf(columns[0], row)) : cards.filter((card) => !card.hidden).map((card) => card.querySelector(".id").textContent));
-function show(id, list = among) {
-  among = list;
-  const row = count ? columns[0].texts?.indexOf(id) ?? -1 : -1;
-  const body = byId.has(id) ? byId.get(id).cloneNode(true) : row >= 0 ? ofRow(row) : null;
-  if (!body) return;
+let current = null, place = -1, opened = 0;  // a place among the rows that the table has found; -1 of a card
+const listed = () => cards.filter((card) => !card.hidden).map((card) => card.querySelector(".id").textContent);
+async function show(id, row) {
+  const mine = ++opened;
+  const body = byId.has(id) ? byId.get(id).cloneNode(true) : await source.card(row === undefined ? { id } : { row });
+  if (!body || mine !== opened) return;
   body.hidden = false;
   current = id;
   one("#large > div").replaceChildren(body);
   if (!large.open) large.showModal();
   history.replaceState(null, "", `#sample=${encodeURIComponent(id)}`);
 }
-function ofRow(row) {
+function openRow(at, [row, id]) {
+  place = at;
+  return show(id, row);
+}
+function openCard(id) {
+  place = -1;
+  return show(id);
+}
+function ofRow(values) {
   const card = document.createElement("article");
   card.className = "card";
   const list = card.appendChild(document.createElement("dl"));
-  columns.forEach((column) => {
+  columns.forEach((column, at) => {
     list.append(Object.assign(document.createElement("dt"), { textContent: column.name }));
-    list.append(Object.assign(document.createElement("dd"), { textContent: textOf(column, row) }));
+    list.append(Object.assign(document.createElement("dd"), { textContent: shownText(values[at]) }));
   });
   return card;
 }
-function step(by) {
+async function step(by) {
+  if (place >= 0) {
+    const [row] = place + by < 0 ? [] : await source.rows(place + by, place + by + 1);
+    if (row) openRow(place + by, row);
+    return;
+  }
   const ids = listed(), at = ids.indexOf(current) + by;
-  if (at >= 0 && at < ids.length) show(ids[at]);
+  if (at >= 0 && at < ids.length) openCard(ids[at]);
 }
 on(one("#previous"), "click", () => step(-1));
 on(one("#next"), "click", () => step(1));
@@ -245,10 +312,10 @@ on(one("#close"), "click", () => large.close());
 on(large, "keydown", (event) => { if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
 on(large, "click", (event) => { if (event.target === large) large.close(); });
 on(large, "close", () => history.replaceState(null, "", location.pathname));
-on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") show(event.target.closest(".card").querySelector(".id").textContent, "cards"); });
+on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
 function open() {
   const match = /^#sample=(.*)$/.exec(location.hash);
-  if (match) show(decodeURIComponent(match[1]));
+  if (match) openCard(decodeURIComponent(match[1]));
 }
 on(window, "hashchange", open);
 open();

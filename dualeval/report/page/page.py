@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualeval.atomic_files import write_text
 from dualeval.errors import UsageError, with_type
 from dualeval.result import REPORT, RESULT, Result, read_result
+
+if TYPE_CHECKING:
+    from dualeval.report.page.content import PageContent
 
 
 def check_installed() -> None:
@@ -33,46 +36,43 @@ def check_report(out: object, *, is_main: bool) -> None:
         check_installed()
 
 
-def write_report(
-    folder: Path,
-    task: Any,
-    *,
-    against: Sequence[Path] = (),
-    out: Path | None = None,
-    problem: str = "",
-    shown: Result | None = None,
-    paths: bool = False,
-) -> Path:
-    """Make the page of the finished run in a folder, and write it; returns its file.
+def content_of(
+    folder: Path, task: Any, *, problem: str = "", shown: Result | None = None, **more: Any
+) -> PageContent:
+    """Read what the page of the finished run in a folder says. More: as ``content.build``.
 
     A ``problem`` says why the task is None, and so what is missing. ``shown`` is the result as it was shown,
-    where its groups may be others than those of the run. With ``paths`` it names folders of this machine.
+    where its groups may be others than those of the run.
     """
     from dualeval.options.job import command_of
     from dualeval.report.page.content import build
-    from dualeval.report.page.html import render
 
     notes = [problem] if problem else []
     result = read_result(folder / RESULT)
     if shown is not None:
         result = replace(result, slices=shown.slices, warnings=shown.warnings)
-    command = command_of(result.job)
-    content = build(result, folder, task, against=against, command=command, notes=notes, paths=paths)
-    path = out or folder / REPORT
+    return build(result, folder, task, command=command_of(result.job), notes=notes, **more)
+
+
+def write_page(content: PageContent, path: Path) -> None:
+    """Make the page with a content, and write it to a file."""
+    from dualeval.report.page.html import render
+
     try:
         write_text(path, render(content))
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be written ({error.strerror or error}). Give --out FILE in a folder of your own."
+            f"{path} cannot be written ({error.strerror or error}). 'dualeval report RUN --out FILE' writes "
+            "another file, and 'dualeval report RUN --serve' none."
         ) from error
-    return path
 
 
 def write_at_end(result: Result, task: Any, note: Callable[[str], None]) -> None:
     """Write the page of a run that is done: what goes wrong with it is a note."""
     try:
         assert result.folder is not None
-        path = write_report(Path(result.folder), task, shown=result)
+        path = Path(result.folder) / REPORT
+        write_page(content_of(path.parent, task, shown=result), path)
     except Exception as error:  # noqa: BLE001 - the result is on the disk, and the run has done its work
         note(f"{REPORT} could not be made, and the result is complete: {with_type(error)}")
     else:

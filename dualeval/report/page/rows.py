@@ -53,7 +53,9 @@ class Column:
 
 def columns_of(rows: JudgedRows, others: Mapping[str, JudgedRows]) -> list[Column]:
     """The table of all rows of a run, with what other runs say of the same samples."""
-    columns = [Column(name="id", values=np.arange(rows.rows.count, dtype=np.int32), texts=rows.rows.whole("id"))]
+    columns = [
+        Column(name="id", values=np.arange(rows.rows.count, dtype=np.int32), texts=rows.rows.whole("id"))
+    ]
     columns += _judged(rows)
     for name in rows.further:
         if (column := _of_file(rows, name)) is not None:
