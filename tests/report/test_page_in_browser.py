@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 class Visit:
     """The page, opened; and what it has said and asked for."""
 
-    def __init__(self, browser: Any, file: Path, **options: Any) -> None:
+    def __init__(self, browser: Any, file: Path | str, **options: Any) -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page = browser.new_context(**options).new_page()
@@ -37,7 +37,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("dialog", self._dismiss)
-        self.page.goto(file.as_uri())
+        self.page.goto(file if isinstance(file, str) else file.as_uri())
 
     def _dismiss(self, dialog: Any) -> None:
         self.said.append(dialog.message)

@@ -50,7 +50,7 @@ class AllRows:
 
         A query is the JSON of a text to ``search``, of ``tests``, [column, from, to] with numbers (of texts,
         places in those of ``head``) or null, and of what it is ``sorted`` by, [column, 1 or -1]; -1: by none.
-        Raises ValueError, TypeError or LookupError for any other.
+        Raises ValueError, TypeError, LookupError or AttributeError for any other.
         """
         found = self._found(query)
         places = found[max(first, 0) : min(last, first + _AT_ONCE)]

@@ -60,7 +60,7 @@ class ServedPage:
     def answer(self, name: str, wanted: Mapping[str, str]) -> _Answer | None:
         """What there is of a name, with what was wanted of it; None if there is nothing.
 
-        Raises ValueError, TypeError or LookupError where what is wanted makes no sense.
+        Raises ValueError, TypeError, LookupError or AttributeError where what is wanted makes no sense.
         """
         make = self._known.get(name)
         if make is None:
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             wanted = {name: values[0] for name, values in parse_qs(query, max_num_fields=5).items()}
             answer = self.server.page.answer("/".join(names), wanted)
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, AttributeError):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         if answer is None:
