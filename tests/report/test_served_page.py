@@ -206,10 +206,12 @@ def test_a_table_higher_than_a_browser_draws_has_its_last_row(browser: Any, tmp_
     from dualeval.report.page.html import render
     from tests.report.pages import content
 
-    page_of = content(rows={"of": 800_000, "columns": [{"name": "id", "texts": [*map(str, range(800_000))]}]})
+    page_of = content(
+        rows={"of": 1_100_000, "columns": [{"name": "id", "texts": [*map(str, range(1_100_000))]}]}
+    )
     (tmp_path / "page.html").write_text(render(page_of, 10**9), "utf-8")
     visit = Visit(browser, tmp_path / "page.html")
-    for where, row in (("0", "0"), ("box.scrollHeight / 2", "40"), ("box.scrollHeight", "799999")):
+    for where, row in (("0", "0"), ("box.scrollHeight / 2", "55"), ("box.scrollHeight", "1099999")):
         visit.page.eval_on_selector("#rows-table", f"(box) => {{ box.scrollTop = {where}; }}")
         visit.page.wait_for_function(
             f"""() => [...document.querySelectorAll('#rows-table tbody button')].some((each) => {{
