@@ -151,9 +151,9 @@ def _holds(folder: Path, is_shard: Callable[[str], bool]) -> bool:
 
 
 def is_tar_name(name: str) -> bool:
-    """Whether a name is that of a tar file, which may be compressed."""
+    """Whether a name is that of a tar file, which may be compressed; val.tar.csv is one of a table."""
     suffixes = [suffix.lower() for suffix in name.split(".")[-2:]]
-    return "tar" in suffixes or suffixes[-1] in _PACKED_TARS
+    return ("tar" in suffixes and f".{suffixes[-1]}" not in TABLES) or suffixes[-1] in _PACKED_TARS
 
 
 def is_saved_folder(path: Path) -> bool:

@@ -291,7 +291,7 @@ class Segmentation(PictureTask):
         counts = torch.zeros(batch["size"], 3, classes, dtype=torch.int64, device=device)
         ignored = torch.zeros(batch["size"], dtype=torch.int64, device=device)
         nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
-        masks = [torch.zeros(0, dtype=torch.int32, device=device)] * batch["size"]
+        masks: dict[int, Tensor] = {}
         for logits, group in zip(outputs, batch["groups"], strict=True):
             pixels, runs = [], []
             for scores, labels in zip(logits, group["labels"], strict=True):
@@ -299,9 +299,8 @@ class Segmentation(PictureTask):
                 pixels.append(counts_of(labels, predicted, classes))
                 if self._options.keep_masks:
                     runs.append(runs_of(predicted))
-            # Only with masks: places on a device are waited for.
-            for place, of_picture in zip(group["places"].tolist() if runs else (), runs, strict=True):
-                masks[place] = of_picture
+            if runs:  # places on a device are waited for
+                masks |= zip(group["places"].tolist(), runs, strict=True)
             counts[group["places"]] = torch.stack(pixels)
             ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
@@ -311,7 +310,8 @@ class Segmentation(PictureTask):
         columns: dict[str, Column] = dict(zip(COUNTS, counts.unbind(1), strict=True))
         columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
         if self._options.keep_masks:
-            columns[_MASK] = as_column(_MASK, masks)
+            none = torch.zeros(0, dtype=torch.int32, device=device)
+            columns[_MASK] = as_column(_MASK, [masks.get(place, none) for place in range(batch["size"])])
         return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:

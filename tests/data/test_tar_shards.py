@@ -182,6 +182,13 @@ def test_keys_of_json_are_columns_where_they_are_asked_for(tmp_path: Path, cache
     assert opened(tmp_path / "a.tar").columns([0]) == {}
 
 
+def test_json_of_something_else_beside_a_cls_is_not_read(tmp_path: Path) -> None:
+    """As of boxes: a list, which has no keys."""
+    pack(tmp_path / "a.tar", {"a.jpg": b"", "a.cls": b"0", "a.json": b"[[1, 2, 3, 4]]"})
+    assert opened(tmp_path / "a.tar").targets.tolist() == [0]
+    assert "is no JSON object" in refused(tmp_path / "a.tar", keep=("scanner",))
+
+
 def test_names_that_shards_share_have_the_shard_before_them(tmp_path: Path) -> None:
     for number in range(2):
         one = {name: picture(9 + number) if name.endswith("png") else b"1" for name in samples(0, 3)}
@@ -218,7 +225,7 @@ def test_an_index_is_kept_and_made_again_after_a_change(
     (kept,) = cache_folder.iterdir()
     with monkeypatch.context() as other:
         other.setattr(TarReader, "members", lambda reader: iter(()) if kept.exists() else None)
-        other.setattr(tar_shards, "_keys", lambda path, asked: (None, []))
+        other.setattr(tar_shards, "_keys", lambda path, asked, has_columns: (None, []))
         again = opened(path)
     assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
     assert again.fingerprint(20) == first.fingerprint(20)

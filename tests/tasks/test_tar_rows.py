@@ -45,17 +45,20 @@ def question_rows() -> list[dict[str, Any]]:
     return rows
 
 
-CASES: dict[str, tuple[str, Callable[[Path], Path], Sequence[Any], Callable[[Any], Members]]] = {
-    "texts": ("TextClassification", texts.save_classifier, text_rows(), as_parts),
-    "texts in json": ("TextClassification", texts.save_classifier, text_rows(), as_object),
-    "documents": ("LanguageModeling", save_causal, text_rows(), as_parts),
-    "questions": ("QuestionAnswering", questions.save_tiny_bert, question_rows(), as_object),
+CASES: dict[
+    str, tuple[str, Callable[[Path], Path], Callable[[], Sequence[Any]], Callable[[Any], Members]]
+] = {
+    "texts": ("TextClassification", texts.save_classifier, text_rows, as_parts),
+    "texts in json": ("TextClassification", texts.save_classifier, text_rows, as_object),
+    "documents": ("LanguageModeling", save_causal, text_rows, as_parts),
+    "questions": ("QuestionAnswering", questions.save_tiny_bert, question_rows, as_object),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_in_shards_are_those_of_a_table(tmp_path: Path, case: str) -> None:
-    task, save, rows, members = CASES[case]
+    task, save, make_rows, members = CASES[case]
+    rows = make_rows()
     for shard, some in enumerate((rows[:2], rows[2:])):
         pack(tmp_path / f"val-{shard}.tar", {k: v for row in some for k, v in members(row).items()})
     table = texts.write(tmp_path / "rows.jsonl", rows)
@@ -88,3 +91,9 @@ def test_samples_that_are_no_rows_are_named(tmp_path: Path, members: Members, sa
         read_rows(path, lambda columns: ("text",), {"text": "a text"})
     assert said in str(caught.value)
     assert caught.value.exit_code == EXIT_USAGE
+
+
+def test_a_table_whose_name_has_tar_in_it_is_a_table(tmp_path: Path) -> None:
+    """It was read before shards were."""
+    table = texts.write(tmp_path / "reviews.tar.csv", text_rows())
+    assert len(read_rows(table, lambda columns: ("text",), {"text": "a text"})) == len(text_rows())

@@ -39,9 +39,9 @@ def open_images(
 
 def _read(at: Path, label_key: str | None, keep: tuple[str, ...]) -> Labelled:
     paths = tars_at(at)
-    key, keys = _keys(paths[0], label_key)
-    # By default none: each sample's .json would be read for them.
-    further = FurtherColumns(keys if keep else (), (), keep)
+    # By default none are kept: each sample's .json would be read for them.
+    key, keys = _keys(paths[0], label_key, has_columns=bool(keep))
+    further = FurtherColumns(keys, (), keep)
     choose = partial(_labelled, key, further.names)
     return read_index(at, paths, key or CLASS, choose, further=further)
 
@@ -63,21 +63,23 @@ def _labelled(
     return [parts[pictures[0]]], label, [values.get(name) for name in further]
 
 
-def _keys(path: Path, asked: str | None) -> tuple[str | None, list[str]]:
-    """The key of ``.json`` that has the labels, and all of its keys, by the first sample.
+def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | None, list[str]]:
+    """The key of ``.json`` that has the labels, and those that may be kept, by the first sample.
 
-    The first is None where each label is in a ``.cls``.
+    The key is None where each label is in a ``.cls``; then no other program's ``.json`` is looked into.
     """
     with TarReader(path) as reader:
         for key, parts in reader.samples():
             if not _pictures(parts):
                 continue
-            columns = [*reader.object(parts[JSON])] if JSON in parts else []
-            if asked is None and CLASS in parts:
-                return None, columns
+            is_class = asked is None and CLASS in parts
+            columns = [*reader.object(parts[JSON])] if JSON in parts and (has_columns or not is_class) else []
+            kept = columns if has_columns else []
+            if is_class:
+                return None, kept
             if JSON in parts:
                 of = f"{path}: {key}{JSON}"
-                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes"), columns
+                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes"), kept
             wanted = f"{key}{JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{CLASS}"
             raise UsageError(
                 f"{path}: the sample {key!r} is {' '.join(parts)}; expected {wanted}, right behind or before "

@@ -20,21 +20,22 @@ def open_table(
     options.refuse_quoting(path)
     shown = json.dumps(example)
     objects = guarded(path, _json_objects(path, shown))
-    if (first := next(objects, None)) is None:
-        raise UsageError(f"{path} is empty: expected lines such as {shown}")
-    return table_of_objects(path, "line", itertools.chain([first], objects), choose, options)
+    return table_of_objects(
+        path, "line", objects, f"is empty: expected lines such as {shown}", choose, options
+    )
 
 
 def table_of_objects(
     path: Path,
     unit: str,
-    objects: Iterable[tuple[int, dict[str, Any]]],
+    objects: Iterator[tuple[int, dict[str, Any]]],
+    no_row: str,
     choose: Choose,
     options: TableOptions,
 ) -> Table:
-    """The table of numbered objects, at least one; the keys of the first are the columns."""
-    objects = iter(objects)
-    first = next(objects)
+    """The table of numbered objects, whose keys are columns; ``no_row`` is the fault of one without any."""
+    if (first := next(objects, None)) is None:
+        raise UsageError(f"{path} {no_row}")
     names = list(first[1])
     columns = choose(names)
     further = FurtherColumns(names, columns, options.keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from dualeval.data.table import Choose, Table, TableOptions, guarded
 from dualeval.data.tables.jsonl import table_of_objects
 from dualeval.data.tar import CLASS, JSON, TEXT, Member, TarReader, tars_at
-from dualeval.errors import UsageError
 
 # The columns of files that hold one value; an object of JSON has its own names.
 _COLUMNS = {TEXT: "text", CLASS: "label"}
@@ -22,9 +20,8 @@ def open_table(
     """Open tar files; each sample has the parts of the first one."""
     options.refuse_quoting(path)
     rows = guarded(path, enumerate(_rows(path), 1))
-    if (first := next(rows, None)) is None:
-        raise UsageError(f"{path} holds no sample: expected files such as a.txt and a.cls, or a.json")
-    return table_of_objects(path, "sample", itertools.chain([first], rows), choose, options)
+    no_row = "holds no sample: expected files such as a.txt and a.cls, or a.json"
+    return table_of_objects(path, "sample", rows, no_row, choose, options)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ class ServedPage:
     """The page of a finished run, and what it asks for: rows of its table, and cards."""
 
     def __init__(self, folder: Path, task: Any, *, against: Sequence[Path] = (), problem: str = "") -> None:
-        """Arguments as of ``page.write_report``."""
+        """Arguments as of ``page.content_of``."""
         self._rows, self._task = JudgedRows.open(folder), task
         _, *names = names_of([folder, *against])
         self._others = {name: JudgedRows.open(each) for name, each in zip(names, against, strict=True)}
