@@ -153,12 +153,16 @@ def greedy(
 def drawn(logits: Tensor, numbers: Tensor, temperature: float, top_p: float) -> Tensor:
     """A token of each row, by the number below ``MOST_DRAWN`` that belongs to it, int64 (rows,).
 
-    Of the likeliest tokens that have ``top_p`` together, each with its share of what these have.
+    Of the likeliest tokens that have ``top_p`` together, each with its share of what these have. Logits that
+    another batch rounds otherwise move the borders between tokens as little as the shares.
     """
     shares = (logits.double() / temperature).nan_to_num().softmax(1)
-    shares, order = (shares * _ONE).long().sort(dim=1, descending=True, stable=True)
-    before = shares.cumsum(1) - shares
-    shares = shares.where(before < top_p * shares.sum(1, keepdim=True), 0)
-    place = shares.cumsum(1) <= (numbers % shares.sum(1))[:, None]
-    token: Tensor = order.gather(1, place.sum(1, keepdim=True))[:, 0]
-    return token
+    shares = (shares * _ONE).long()
+    likeliest, order = shares.sort(dim=1, descending=True, stable=True)
+    before = likeliest.cumsum(1) - likeliest
+    is_kept = before < top_p * shares.sum(1, keepdim=True)
+    # In the vocabulary's order: two tokens that are nearly equally likely may change places in the other.
+    borders = shares.where(is_kept.scatter(1, order, is_kept), 0).cumsum(1)
+    # 48 bits: with more, the product may be rounded up to the sum, which belongs to no token.
+    wanted = ((numbers >> 14) / 2.0**48 * borders[:, -1]).long()
+    return (borders <= wanted[:, None]).sum(1)
