@@ -66,7 +66,15 @@ def of_pictures(home: Path) -> Samples:
     found = datasets.Dataset.from_list(rows, features=features).data.table
     pyarrow.parquet.write_table(found, home / "val.parquet", row_group_size=3)
     at = real.arguments.index("--data")
-    options = [*real.arguments[:at], *real.arguments[at + 2 : -1], "--batch-size", "4"]
+    # The tree has a folder for each of ImageNet's classes, the other forms have the pictures' 19 wnids.
+    options = [
+        *real.arguments[:at],
+        *real.arguments[at + 2 : -1],
+        "--num-classes",
+        "1000",
+        "--batch-size",
+        "4",
+    ]
     return Samples(
         options=options,
         forms={
