@@ -336,8 +336,14 @@ def test_files_and_rows_that_are_no_table_are_refused(tmp_path: Path) -> None:
     only_headings.write_text("text,label\n")
     (tmp_path / "rows.txt").touch()
     refusals: list[tuple[Any, str]] = [
-        (tmp_path / "none.csv", "does not exist. Expected a file .csv, .tsv, .jsonl, .parquet, or tar shards."),
-        (tmp_path / "rows.txt", "is not a table. Expected a file .csv, .tsv, .jsonl, .parquet, or tar shards."),
+        (
+            tmp_path / "none.csv",
+            "does not exist. Expected a file .csv, .tsv, .jsonl, .parquet, or tar shards.",
+        ),
+        (
+            tmp_path / "rows.txt",
+            "is not a table. Expected a file .csv, .tsv, .jsonl, .parquet, or tar shards.",
+        ),
         (tmp_path, "is not a table"),
         (page, "is a web page"),
         (only_headings, "headings.csv holds no row"),
