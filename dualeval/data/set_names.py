@@ -178,9 +178,11 @@ def has_picture_column(path: Path) -> bool:
 
 
 def is_mds(folder: Path) -> bool:
-    """Whether a folder has the index of MosaicML's shards."""
+    """Whether a folder has the index of MosaicML's shards, or these."""
     index = folder / "index.json"
-    return index.is_file() and b'"mds"' in index.read_bytes()
+    if index.is_file() and b'"shards"' in index.read_bytes():
+        return True
+    return folder.is_dir() and _holds(folder, lambda name: ".mds" in Path(name).suffixes)
 
 
 def is_parquet_name(name: str) -> bool:
