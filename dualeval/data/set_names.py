@@ -190,6 +190,14 @@ def is_parquet_name(name: str) -> bool:
     return name.lower().endswith(".parquet")
 
 
+# What to type where they are plain bytes.
+PICTURE_COLUMNS = (
+    "Pictures in Parquet are a struct of bytes and path, as Hugging Face's library writes them; a plain "
+    'column of bytes becomes one: datasets.load_dataset("parquet", data_files=FILE, split="train")'
+    ".cast_column(NAME, datasets.Image()).save_to_disk(DIR)."
+)
+
+
 def is_picture_type(kind: Any) -> bool:
     """Whether an Arrow type is that of pictures: a struct of bytes and path."""
     return str(kind).startswith("struct<") and kind.get_field_index("bytes") >= 0
@@ -225,6 +233,12 @@ def kind_at(path: Path) -> Kind:
     kinds = [kind for kind in KINDS.values() if kind.in_stores or not url_of(path)]
     kind = next((kind for kind in kinds if kind.is_at(path)), None)
     if kind is None:
+        if path.suffix == ".arrow" and path.exists():
+            folder = path.parent if is_saved_folder(path.parent) else "DIR"
+            raise UsageError(
+                f"--data {path} is one of a data set's files: give the folder of dataset.save_to_disk(DIR) "
+                f"instead: --data {folder}"
+            )
         fault = "is a file" if path.exists() else "does not exist"
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "

@@ -26,16 +26,20 @@ def open_table(
         file = pyarrow.parquet.ParquetFile(path.open("rb") if url_of(path) else path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
-    schema = file.schema_arrow
-    columns = choose(schema.names)
+    schema, types = file.schema_arrow, pyarrow.types
+    binary = [each for each in schema if types.is_binary(each.type) or types.is_large_binary(each.type)]
+    try:
+        columns = choose(schema.names)
+    except UsageError as error:
+        if not binary or not of_texts:
+            raise
+        raise UsageError(f"{error}{_not_texts(binary[0], of_texts)}") from error
     check_once(path, schema.names, columns)
-    types, kind = pyarrow.types, schema.field(columns[0]).type
-    if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
+    chosen = schema.field(columns[0])
+    if types.is_struct(chosen.type) or chosen in binary:
+        raise UsageError(f"{path}:{_not_texts(chosen, of_texts)}")
     unfit = {
-        each.name: f"it holds {each.type}"
-        for each in schema
-        if types.is_nested(each.type) or types.is_binary(each.type) or types.is_large_binary(each.type)
+        each.name: f"it holds {each.type}" for each in schema if types.is_nested(each.type) or each in binary
     }
     further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
     rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
@@ -47,6 +51,10 @@ def open_table(
         class_names=class_names_in(schema.metadata or {}),
         further=further,
     )
+
+
+def _not_texts(column: Any, of_texts: str) -> str:
+    return f" The column {column.name!r} holds {column.type}, expected texts{of_texts}"
 
 
 def _parquet_rows(
