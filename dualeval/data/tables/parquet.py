@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import FurtherColumns
+from dualeval.data.set_names import is_picture_type
 from dualeval.data.table import Choose, Row, Table, TableOptions, check_once, class_names_in
 from dualeval.errors import UsageError
 from dualeval.urls import url_of
@@ -27,7 +28,11 @@ def open_table(
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
     schema, types = file.schema_arrow, pyarrow.types
-    binary = [each for each in schema if types.is_binary(each.type) or types.is_large_binary(each.type)]
+    binary = [
+        each
+        for each in schema
+        if types.is_binary(each.type) or types.is_large_binary(each.type) or is_picture_type(each.type)
+    ]
     try:
         columns = choose(schema.names)
     except UsageError as error:
