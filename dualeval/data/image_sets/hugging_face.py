@@ -88,8 +88,7 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
                 if (there := other.field(name).type) != (expected := schema.field(name).type):
                     raise UsageError(
                         f"{path}: the column {name!r} holds {there}, expected {expected} as in "
-                        f"{paths[0].name!r}. "
-                        "Write the files anew, together."
+                        f"{paths[0].name!r}. Write the files anew, together."
                     )
         classes = [class_names_in(each.metadata or {}).get(label, ()) for each in schemas]
         for path, names in zip(paths, classes, strict=True):

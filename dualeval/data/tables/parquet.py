@@ -28,7 +28,8 @@ def open_table(
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
     schema, types = file.schema_arrow, pyarrow.types
-    binary = [
+    # Pictures, or other bytes.
+    pictures = [
         each
         for each in schema
         if types.is_binary(each.type) or types.is_large_binary(each.type) or is_picture_type(each.type)
@@ -36,15 +37,17 @@ def open_table(
     try:
         columns = choose(schema.names)
     except UsageError as error:
-        if not binary or not of_texts:
+        if not pictures or not of_texts:
             raise
-        raise UsageError(f"{error}{_not_texts(binary[0], of_texts)}") from error
+        raise UsageError(f"{error}{_not_texts(pictures[0], of_texts)}") from error
     check_once(path, schema.names, columns)
     chosen = schema.field(columns[0])
-    if types.is_struct(chosen.type) or chosen in binary:
+    if types.is_struct(chosen.type) or chosen in pictures:
         raise UsageError(f"{path}:{_not_texts(chosen, of_texts)}")
     unfit = {
-        each.name: f"it holds {each.type}" for each in schema if types.is_nested(each.type) or each in binary
+        each.name: f"it holds {each.type}"
+        for each in schema
+        if types.is_nested(each.type) or each in pictures
     }
     further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
     rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
