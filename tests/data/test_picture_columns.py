@@ -275,6 +275,19 @@ def test_row_groups_that_are_too_large_are_refused(
     opened(at).__getitems__([0, COUNT - 1])
 
 
+@pytest.mark.long
+def test_a_real_row_group_above_2_gib_is_refused(tmp_path: Path) -> None:
+    """It was refused in the words of Arrow, when its first picture was read. It takes 1.4 GiB of memory."""
+    one = pyarrow.array([bytes(100 << 20)], pyarrow.binary())
+    rows = [
+        pyarrow.StructArray.from_arrays([one, pyarrow.array([f"{n}"])], ["bytes", "path"]) for n in range(22)
+    ]
+    table = pyarrow.table({"image": pyarrow.chunked_array(rows), "label": list(range(22))})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", compression="zstd", use_dictionary=False)
+    said = refused(tmp_path / "x.parquet")
+    assert said.startswith(f"{tmp_path}/x.parquet has a row group of 2.1 GiB of pictures")
+
+
 def test_folders_of_parts_say_which_to_give(tmp_path: Path, pictures: Pictures) -> None:
     """Also those of a repository of Hugging Face: README.md beside data/."""
     source = as_parquet(pictures, tmp_path / "source")

@@ -157,6 +157,8 @@ def _rows(
         places=np.arange(len(codes)),
         column=picture,
     )
+    # Before a picture is read: one of too large a row group cannot be.
+    notes = pieces.notes()
     first_cell = pieces.cell(*pieces.find(0)) if len(codes) else None
     if is_named and first_cell is not None and not first_cell["bytes"].is_valid:
         raise UsageError(
@@ -169,7 +171,7 @@ def _rows(
         names=names,
         codes=np.frombuffer(codes, np.int32),
         labels=labels,
-        notes=pieces.notes(),
+        notes=notes,
         kept=further.kept(),
     )
 
