@@ -178,14 +178,24 @@ def has_picture_column(path: Path) -> bool:
 
 
 def is_mds(folder: Path) -> bool:
-    """Whether a folder has the index of MosaicML's shards."""
+    """Whether a folder has the index of MosaicML's shards, or these."""
     index = folder / "index.json"
-    return index.is_file() and b'"mds"' in index.read_bytes()
+    if index.is_file() and b'"shards"' in index.read_bytes():
+        return True
+    return folder.is_dir() and _holds(folder, lambda name: ".mds" in Path(name).suffixes)
 
 
 def is_parquet_name(name: str) -> bool:
     """Whether a name is that of a Parquet file."""
     return name.lower().endswith(".parquet")
+
+
+# What to type where they are plain bytes.
+PICTURE_COLUMNS = (
+    "Pictures in Parquet are a struct of bytes and path, as Hugging Face's library writes them; a plain "
+    'column of bytes becomes one: datasets.load_dataset("parquet", data_files=FILE, split="train")'
+    ".cast_column(NAME, datasets.Image()).save_to_disk(DIR)."
+)
 
 
 def is_picture_type(kind: Any) -> bool:
@@ -223,6 +233,12 @@ def kind_at(path: Path) -> Kind:
     kinds = [kind for kind in KINDS.values() if kind.in_stores or not url_of(path)]
     kind = next((kind for kind in kinds if kind.is_at(path)), None)
     if kind is None:
+        if path.suffix == ".arrow" and path.exists():
+            folder = path.parent if is_saved_folder(path.parent) else "DIR"
+            raise UsageError(
+                f"--data {path} is one of a data set's files: give the folder of dataset.save_to_disk(DIR) "
+                f"instead: --data {folder}"
+            )
         fault = "is a file" if path.exists() else "does not exist"
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from dualeval.data.set_names import kind_at
 from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.labels import FolderLabels
+from tests.vehicles.object_store import object_store
 from tests.vehicles.packed_pictures import (
     FORMS,
     Pictures,
@@ -200,17 +203,133 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, pictures: Pictures) -
     )
     assert refused(folder).endswith(
         "2 of test and 1 of train. Give those of one: --data "
-        f"'{folder}/train-{{00000..00000}}-of-00001.parquet'"
+        f"'{folder}/test-{{00000..00001}}-of-00002.parquet'"
     )
     (folder / "train-00000-of-00001.parquet").unlink()
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), folder / "test-2.parquet")
     assert f"{folder}/test-2.parquet has the columns x, expected those of" in refused(folder)
     said = refused(folder / "test-{2..2}.parquet")
-    assert said.startswith(f"{folder}/test-2.parquet has the columns x: expected pictures")
+    assert said.startswith(f"{folder}/test-2.parquet has the columns x (int64): expected one of pictures")
     (folder / "test-2.parquet").write_bytes(b"PAR1")
     assert refused(folder).startswith(f"{folder}/test-2.parquet cannot be read: ")
     (folder / "test-2.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert refused(folder).startswith(f"{folder}/test-2.parquet is a pointer of Git LFS")
+
+
+def test_rows_that_were_selected_by_a_list_of_indices_are_refused(tmp_path: Path, pictures: Pictures) -> None:
+    """All rows were evaluated: datasets before November 2021 wrote them all, and which of them are meant."""
+    at = as_saved(pictures, tmp_path)
+    state = at / "state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps({**content, "_indices_data_files": None}))
+    assert len(opened(at)) == COUNT
+    state.write_text(json.dumps({**content, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+    said = refused(at)
+    assert said.startswith(f"data folder {at} holds all rows of a data set, and a list of those that are")
+    assert said.endswith("dataset.flatten_indices().save_to_disk(DIR)")
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", "{}", '{"_data_files": [{}], "splits": []}'])
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_torn_list_of_files_is_refused(tmp_path: Path, pictures: Pictures, name: str, content: str) -> None:
+    at = as_saved(pictures, tmp_path)
+    (at / name).write_text(content)
+    assert refused(at).startswith(f"{at}/{name} is not as save_to_disk writes it (")
+    (at / name).write_text('{"_data_files": [], "splits": ["test"]}')
+    said = "its state.json names no file" if name == "state.json" else f"Give one: --data {at}/test"
+    assert said in refused(at)
+
+
+def test_columns_of_other_types_are_refused(tmp_path: Path, pictures: Pictures) -> None:
+    """Plain bytes were a traceback, and labels of the second file names beside the indices of the first."""
+    folder = as_parquet(pictures, tmp_path)
+    second = folder / "test-00001-of-00002.parquet"
+    table = pyarrow.parquet.read_table(second)
+    plain = pyarrow.array([row["bytes"] for row in table["image"].to_pylist()], pyarrow.binary())
+    names = table["label"].cast(pyarrow.string())
+    for column, values, holds in (("image", plain, "binary"), ("label", names, "string")):
+        place = table.column_names.index(column)
+        pyarrow.parquet.write_table(table.set_column(place, column, values), second)
+        said = refused(folder)
+        assert said.startswith(f"{second}: the column {column!r} holds {holds}, expected ")
+        assert said.endswith("in 'test-00000-of-00002.parquet'. Write the files anew, together.")
+    pyarrow.parquet.write_table(table.set_column(0, "image", plain), second)
+    said = refused(folder / "test-{00001..00001}-of-00002.parquet")
+    assert f"{second} has the columns image (binary), label (int64), shop (string): expected one of" in said
+    assert "a plain column of bytes becomes one: datasets.load_dataset(" in said
+
+
+def test_row_groups_that_are_too_large_are_refused(
+    tmp_path: Path, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow reads 2 GiB at once, or any number of bytes where their type counts them with 64 bits."""
+    monkeypatch.setattr(hugging_face, "_MOST", 100)
+    at = as_parquet(pictures, tmp_path)
+    said = refused(at)
+    assert "-of-00002.parquet has a row group of 0.0 GiB of pictures, and Arrow reads 2 GiB at most." in said
+    assert said.endswith("row_group_size=100)")
+    large = pyarrow.struct({"bytes": pyarrow.large_binary(), "path": pyarrow.string()})
+    for path in at.iterdir():
+        table = pyarrow.parquet.read_table(path)
+        pyarrow.parquet.write_table(table.set_column(0, "image", table["image"].cast(large)), path)
+    opened(at).__getitems__([0, COUNT - 1])
+
+
+@pytest.mark.long
+def test_a_real_row_group_above_2_gib_is_refused(tmp_path: Path) -> None:
+    """It was refused in the words of Arrow, when its first picture was read. It takes 1.4 GiB of memory."""
+    one = pyarrow.array([bytes(100 << 20)], pyarrow.binary())
+    rows = [
+        pyarrow.StructArray.from_arrays([one, pyarrow.array([f"{n}"])], ["bytes", "path"]) for n in range(22)
+    ]
+    table = pyarrow.table({"image": pyarrow.chunked_array(rows), "label": list(range(22))})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", compression="zstd", use_dictionary=False)
+    said = refused(tmp_path / "x.parquet")
+    assert said.startswith(f"{tmp_path}/x.parquet has a row group of 2.1 GiB of pictures")
+
+
+def test_folders_of_parts_say_which_to_give(tmp_path: Path, pictures: Pictures) -> None:
+    """Also those of a repository of Hugging Face: README.md beside data/."""
+    source = as_parquet(pictures, tmp_path / "source")
+    one, two = sorted(source.iterdir())
+    hub = tmp_path / "hub"
+    (hub / "data").mkdir(parents=True)
+    (hub / "README.md").touch()
+    shutil.copy(one, hub / "data/train-00000-of-00001.parquet")
+    said = refusal(opened_anyhow, hub)
+    assert said.endswith(f"but other data in data. Give one folder: --data {hub}/data")
+    shutil.copy(two, hub / "data/test-00000-of-00001.parquet")
+    assert refusal(opened_anyhow, hub) == (
+        f"data folder {hub}/data holds shards of several parts of a data set: 1 of test and 1 of train. Give "
+        f"those of one: --data '{hub}/data/test-{{00000..00000}}-of-00001.parquet'"
+    )
+    for form in FORMS:
+        of_parts = tmp_path / form
+        for part in ("train", "test"):
+            made = FORMS[form](pictures, tmp_path / "made" / form / part)
+            shutil.copytree(made if made.is_dir() else made.parent, of_parts / part)
+        said = refusal(opened_anyhow, of_parts)
+        assert said.endswith(
+            f"are parts of a data set, not classes. Give one of them: --data {of_parts}/test"
+        )
+    saved = tmp_path / "saved/test"
+    for file, folder in ((next(saved.glob("*.arrow")), saved), (tmp_path / "x.arrow", "DIR")):
+        file.touch()
+        assert refusal(opened_anyhow, file).endswith(f"instead: --data {folder}")
+
+
+def opened_anyhow(at: Path | str) -> object:
+    usual: Any = {"model": "resnet18", "weights": "random:0", "preprocessing": "imagenet"}
+    return ImageClassification(**usual, data=at).dataset()
+
+
+def test_pictures_in_columns_are_read_from_a_disk(tmp_path: Path, pictures: Pictures) -> None:
+    file = sorted(as_parquet(pictures, tmp_path).iterdir())[0]
+    with object_store() as store:
+        store.put("bucket/val.parquet", file.read_bytes())
+        with pytest.raises(UsageError, match="are read from a disk: copy it there") as caught:
+            opened_anyhow(f"{store.endpoint}/bucket/val.parquet")
+    assert "The column 'image' holds struct<bytes: binary, path: string>" in str(caught.value)
 
 
 def test_options_of_columns_alone_are_taken(tmp_path: Path, pictures: Pictures) -> None:

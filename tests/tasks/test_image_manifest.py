@@ -287,7 +287,12 @@ def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.parquet", [{"path": "a", "label": 1}, {"path": None, "label": 1}])
     assert "row 2: the path is empty" in refused(path)
     path = write(tmp_path / "m.parquet", [{"image": b"x", "label": 1}])
-    assert "Pictures in a Parquet file are read from a struct of bytes and path" in refused(path)
+    assert "Pictures in Parquet are a struct of bytes and path" in refused(path)
+    path = write(tmp_path / "m.parquet", [{"jpg": b"x", "label": 1}])
+    said = refused(path)
+    assert "m.parquet has the columns jpg, label: expected one of the pictures' paths" in said
+    assert "The column 'jpg' holds binary, expected texts, the paths of picture files." in said
+    assert ".cast_column(NAME, datasets.Image()).save_to_disk(DIR)" in said
     assert "does not exist" in refused(tmp_path / "none.csv")
     (tmp_path / "latin.csv").write_bytes("path,label\n\xe4.png,1\n".encode("latin1"))
     assert "is not UTF-8" in refused(tmp_path / "latin.csv")

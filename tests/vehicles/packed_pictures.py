@@ -133,10 +133,8 @@ def as_mds(pictures: Pictures, home: Path, *, packed: bool = False) -> Path:
             ends.append(ends[-1] + len(sample))
         numbers = b"".join(each.to_bytes(4, "little") for each in (len(samples), *ends))
         content, name = numbers + config + b"".join(samples), f"shard.{number:05}.mds"
-        if packed:
-            (folder / f"{name}.zstd").write_bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
-        else:
-            (folder / name).write_bytes(content)
+        stored = pyarrow.compress(content, codec="zstd", asbytes=True) if packed else content
+        (folder / (f"{name}.zstd" if packed else name)).write_bytes(stored)
         shards.append(
             {
                 "column_encodings": ["png", "int"],
@@ -145,7 +143,7 @@ def as_mds(pictures: Pictures, home: Path, *, packed: bool = False) -> Path:
                 "format": "mds",
                 "samples": len(samples),
                 "raw_data": {"basename": name, "bytes": len(content)},
-                "zip_data": {"basename": f"{name}.zstd"} if packed else None,
+                "zip_data": {"basename": f"{name}.zstd", "bytes": len(stored)} if packed else None,
             }
         )
     (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))

@@ -23,7 +23,8 @@ from dualeval.data.image_paths import (
 from dualeval.data.labels import Labels, are_wnids, choose_labels, imagenet_wnids
 from dualeval.data.packed import InPieces
 from dualeval.data.preprocessing import Normalisation, Preprocessing
-from dualeval.data.set_names import PARTS, NamedSet
+from dualeval.data.set_names import PARTS, NamedSet, is_parquet_name, is_tar_name, kind_at
+from dualeval.data.shards import shards_at
 from dualeval.data.stored import ObjectPieces
 from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
@@ -74,6 +75,13 @@ class ImageFolder(ImageFiles):
         )
 
     def _without_images(self, root: Path) -> UsageError:
+        if others := [root / name for name in self.classes if _is_other_kind(root / name)]:
+            # As repositories of Hugging Face lie, whose data/ has the files of each part.
+            shards_at(others[0], lambda name: is_parquet_name(name) or is_tar_name(name), "")
+            return UsageError(
+                f"data folder {root} has no pictures in class folders, but other data in "
+                f"{' and '.join(each.name for each in others)}. Give one folder: --data {others[0]}"
+            )
         loose = sum(is_image(path.name) for path in root.iterdir())
         folders = f"{len(self.classes)} class folders without images and {loose} images beside them"
         # With folders beside them they are no shards: those who have ImageNet's archive beside its classes.
@@ -166,14 +174,27 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
         else:
             folders.append(entry.name)
     folders.sort()
-    _refuse_parts(root, folders, (name for name in folders if any(map(Path.is_dir, (root / name).glob("*")))))
+    _refuse_parts(
+        root,
+        folders,
+        (
+            name
+            for name in folders
+            if any(map(Path.is_dir, (root / name).glob("*"))) or _is_other_kind(root / name)
+        ),
+    )
     return folders
 
 
+def _is_other_kind(folder: Path) -> bool:
+    """Whether a folder holds shards or others of ``set_names.KINDS``."""
+    return kind_at(folder).module != "class_folders"
+
+
 def _refuse_parts(root: Path, folders: Sequence[str], with_folders: Iterable[str]) -> None:
-    """Refuse a folder whose folders are parts of a data set, of which some have folders, those of classes."""
+    """Refuse a folder whose folders are parts of a data set, of which some have class folders or shards."""
     if folders and all(name.lower() in PARTS for name in folders):
-        filled, splits = sorted(with_folders), folders
+        filled, splits = sorted(with_folders, key=lambda name: PARTS.index(name.lower())), folders
         raise UsageError(
             f"data folder {root} holds {' and '.join(splits)}, which are parts of a data set, not classes. "
             + (f"Give one of them: --data {root / filled[-1]}" if filled else _FLAT.format(root / splits[-1]))

@@ -29,7 +29,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.contents import what_it_is
 from dualeval.data.image_files import FileNames, check_unchanged, digest_of
 from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
-from dualeval.data.set_names import is_parquet_name, is_picture_type, is_saved_folder
+from dualeval.data.set_names import PICTURE_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
 from dualeval.data.table import class_names_in
 from dualeval.data.table_labels import Labeler, TableLabels
@@ -41,6 +41,8 @@ _ROWS_AT_ONCE = 1 << 14
 # Row groups and mapped files that a process keeps.
 _GROUPS, _MAPPED = 2, 8
 _LARGE = 2**30
+# Bytes of pictures that Arrow reads at once, where their type counts them with 32 bits.
+_MOST = 2**31 - 1
 _T = TypeVar("_T")
 
 
@@ -74,12 +76,20 @@ def _read(at: Path, path_column: str | None, label_column: str | None, keep: tup
                 raise UsageError(f"{path} has the columns {there}, expected those of {paths[0]}: {expected}")
         pictures = [each.name for each in schema if is_picture_type(each.type)]
         if not pictures:
+            held = first_of([f"{each.name} ({each.type})" for each in schema], 12)
             raise UsageError(
-                f"{paths[0]} has the columns {first_of(columns, 12)}: expected pictures, a struct of bytes "
-                "and path as Hugging Face's library writes it. A manifest is one file: --data FILE.parquet"
+                f"{paths[0]} has the columns {held}: expected one of pictures. {PICTURE_COLUMNS} A manifest "
+                "is one file: --data FILE.parquet"
             )
         others = [name for name in columns if name not in pictures]
         picture, label = columns_of(at, pictures, others, path_column, label_column)
+        for name in (picture, label):
+            for path, other in zip(paths, schemas, strict=True):
+                if (there := other.field(name).type) != (expected := schema.field(name).type):
+                    raise UsageError(
+                        f"{path}: the column {name!r} holds {there}, expected {expected} as in "
+                        f"{paths[0].name!r}. Write the files anew, together."
+                    )
         classes = [class_names_in(each.metadata or {}).get(label, ()) for each in schemas]
         for path, names in zip(paths, classes, strict=True):
             if names != classes[0]:
@@ -147,6 +157,8 @@ def _rows(
         places=np.arange(len(codes)),
         column=picture,
     )
+    # Before a picture is read: one of too large a row group cannot be.
+    notes = pieces.notes()
     first_cell = pieces.cell(*pieces.find(0)) if len(codes) else None
     if is_named and first_cell is not None and not first_cell["bytes"].is_valid:
         raise UsageError(
@@ -159,7 +171,7 @@ def _rows(
         names=names,
         codes=np.frombuffer(codes, np.int32),
         labels=labels,
-        notes=pieces.notes(),
+        notes=notes,
         kept=further.kept(),
     )
 
@@ -195,7 +207,7 @@ class _Cells(Pieces):
         """What Arrow has of a row's picture."""
 
     def notes(self) -> list[str]:
-        """Sentences for people."""
+        """Sentences for people; UsageError where a part is too large to be read."""
         return []
 
     def of_files(self, function: Callable[[str, State, str], _T]) -> list[_T]:
@@ -247,7 +259,14 @@ class _ParquetCells(_Cells):
         return _row_group(file, state, number, self.column)[row - int(groups[number, 0])]
 
     def notes(self) -> list[str]:
-        largest = max(int(groups[:, 3].max(initial=0)) for groups in self.of_files(_groups))
+        sizes = [int(groups[:, 3].max(initial=0)) for groups in self.of_files(_groups)]
+        largest, file = max(zip(sizes, self.files, strict=True))
+        kind = self.schema(Path(file)).field(self.column).type.field("bytes").type
+        if largest > _MOST and not pyarrow.types.is_large_binary(kind):
+            raise UsageError(
+                f"{file} has a row group of {largest / 2**30:.1f} GiB of pictures, and Arrow reads 2 GiB at "
+                "most. Write it anew: pyarrow.parquet.write_table(table, FILE, row_group_size=100)"
+            )
         if largest < _LARGE:
             return []
         return [
@@ -312,13 +331,31 @@ def _ends_of(file: str, state: State, offset: int, size: int) -> bytes:
 class _ArrowCells(_Cells):
     @staticmethod
     def files_at(at: Path) -> list[Path]:
-        if (at / "dataset_dict.json").is_file():
-            parts = json.loads((at / "dataset_dict.json").read_text())["splits"]
+        is_of_parts = (at / "dataset_dict.json").is_file()
+        index = at / ("dataset_dict.json" if is_of_parts else "state.json")
+        try:
+            content = json.loads(index.read_bytes())
+            if is_of_parts:
+                parts = content["splits"]
+                raise UsageError(
+                    f"data folder {at} holds the parts {', '.join(parts)} of a data set. Give one: --data "
+                    f"{at / parts[-1]}"
+                )
+            files, is_selected = content["_data_files"], content.get("_indices_data_files")
+            paths = [at / each["filename"] for each in files]
+        except (ValueError, TypeError, KeyError, IndexError) as error:
             raise UsageError(
-                f"data folder {at} holds the parts {', '.join(parts)} of a data set. Give one: --data "
-                f"{at / parts[-1]}"
+                f"{index} is not as save_to_disk writes it ({error!r}). Copy or write the folder again."
+            ) from error
+        if is_selected:
+            # As datasets before November 2021 wrote it: all rows, and a file of those that are meant.
+            raise UsageError(
+                f"data folder {at} holds all rows of a data set, and a list of those that are meant. Load it "
+                "with datasets, and write these alone: dataset.flatten_indices().save_to_disk(DIR)"
             )
-        return [at / each["filename"] for each in json.loads((at / "state.json").read_text())["_data_files"]]
+        if not paths:
+            raise UsageError(f"--data {at} holds no sample: its state.json names no file.")
+        return paths
 
     @staticmethod
     def schema(path: Path) -> Any:

@@ -15,7 +15,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.image_files import PATH_COLUMNS, FileNames, ImageFiles
 from dualeval.data.packed import InPieces
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import LABEL_COLUMNS
+from dualeval.data.set_names import LABEL_COLUMNS, PICTURE_COLUMNS
 from dualeval.data.stored import ObjectPieces
 from dualeval.data.stores.path import path_at
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
@@ -139,10 +139,10 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, optio
             column_of(path, columns, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
-    of_texts = (
-        ", the paths of picture files. Pictures in a Parquet file are read from a struct of bytes and path, "
-        "as Hugging Face's library writes them."
+    in_columns = (
+        "Pictures in Parquet are read from a disk: copy it there." if url_of(path) else PICTURE_COLUMNS
     )
+    of_texts = f", the paths of picture files. {in_columns}"
     return open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
 
 

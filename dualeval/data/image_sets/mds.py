@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ _PICTURES = ("jpeg", "png", "bytes")
 # columns that have none of their own.
 _NUMBER = np.dtype("<u4")
 # As the index names them: "int" has eight bytes, others are NumPy's names.
+_TEXTS = ("str", "str_int")
 _WHOLE = ("int", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 # Unpacked shards that a process keeps.
 _UNPACKED = 2
@@ -47,72 +48,128 @@ def open_images(
 
 
 def _read(at: Path, path_column: str | None, label_column: str | None) -> Labelled:
-    shards = json.loads((at / "index.json").read_text("utf-8"))["shards"]
-    kinds = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
-    pictures = [name for name, kind in kinds.items() if kind in _PICTURES]
+    shards = _shards(at / "index.json")
+    columns = shards[0]["column_names"]
+    # Behind a colon is what the writer was asked for: "jpeg:90".
+    kinds = [kind.partition(":")[0] for kind in shards[0]["column_encodings"]]
+    pictures = [name for name, kind in zip(columns, kinds, strict=True) if kind in _PICTURES]
     if not pictures:
-        raise UsageError(f"data folder {at} has the columns {kinds}: expected one of jpeg, png or bytes")
-    usable = [name for name, kind in kinds.items() if kind in (*_WHOLE, "str")]
-    picture, label = columns_of(at, pictures, usable, path_column, label_column)
+        raise UsageError(
+            f"data folder {at} has the columns {_columns(shards[0])}: expected one of {', '.join(_PICTURES)}"
+        )
+    others = [name for name in columns if name not in pictures]
+    chosen = columns_of(at, pictures, others, path_column, label_column)
+    picture, label = map(columns.index, chosen)
+    if (kind := kinds[label]) not in (*_WHOLE, *_TEXTS):
+        raise UsageError(
+            f"data folder {at}: the labels {chosen[1]!r} are {kind}; expected one of "
+            f"{', '.join((*_WHOLE, *_TEXTS))}. Name another column: --label-column NAME"
+        )
     paths = [_file(at, shard) for shard in shards]
     states = states_of(paths)
-    labels = TableLabels(lambda number: f"{at}, sample {number}", label, ())
-    offsets, lengths, codes, ends = array("q"), array("I"), array("i"), [0]
+    labels = TableLabels(lambda number: f"{at}, sample {number}", chosen[1], ())
+    places, lengths, codes, ends = [], [], array("i"), [0]
     with doing(f"looking for the samples in {at}") as looking:
         for path, state, shard in zip(paths, states.tolist(), shards, strict=True):
-            data = _bytes_of(str(path), tuple(state))
-            begins = np.frombuffer(data[4 : 8 + 4 * shard["samples"]].tobytes(), _NUMBER).tolist()
-            if len(begins) != shard["samples"] + 1 or begins[-1] != len(data):
-                raise UsageError(
-                    f"{path} is not as {at / 'index.json'} has it: fetch or write the shard again"
-                )
-            for begin in begins[:-1]:
-                parts = _parts(data, begin, shard)
-                first, last = parts[label]
-                value = data[first:last].tobytes()
-                name = "int64" if kinds[label] == "int" else kinds[label]
-                codes.append(
-                    labels.place(
-                        len(codes), value.decode() if name == "str" else int(np.frombuffer(value, name)[0])
-                    )
-                )
-                offsets.append(ends[-1] + parts[picture][0])
-                lengths.append(parts[picture][1] - parts[picture][0])
+            try:
+                data = _bytes_of(str(path), tuple(state))
+                of_samples = _places(data, shard)
+                values = _values(data, of_samples[:, label : label + 2], kind)
+            except (OSError, ValueError, IndexError) as error:
+                raise _torn(path, at / "index.json", error) from error
+            codes.extend(labels.place(number, value) for number, value in enumerate(values, len(codes)))
+            places.append(of_samples[:, picture] + ends[-1])
+            lengths.append(np.diff(of_samples[:, picture : picture + 2])[:, 0].astype(np.uint32))
             ends.append(ends[-1] + len(data))
             looking.count = len(codes)
     pieces = MdsPieces(
         files=[str(path.absolute()) for path in paths],
         states=states,
         ends=np.array(ends[1:], np.int64),
-        places=np.frombuffer(offsets, np.int64),
-        lengths=np.frombuffer(lengths, np.uint32),
+        places=np.concatenate(places),
+        lengths=np.concatenate(lengths),
     )
     names = FileNames(map(str, range(len(codes))))
     return Labelled(pieces=pieces, names=names, codes=np.frombuffer(codes, np.int32), labels=labels)
 
 
+def _shards(index: Path) -> list[dict[str, Any]]:
+    """The shards that an index names, whose columns are those of the first."""
+    try:
+        shards: list[dict[str, Any]] = json.loads(index.read_bytes())["shards"]
+        columns = [_columns(shard) for shard in shards]
+        names = [shard["raw_data"]["basename"] for shard in shards]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{index} is not as streaming writes it ({error!r}). Fetch it, or write the shards again."
+        ) from error
+    if not shards:
+        raise UsageError(f"--data {index.parent} holds no sample: its index.json names no shard.")
+    for name, there in zip(names, columns, strict=True):
+        if there != columns[0]:
+            raise UsageError(
+                f"{index}: the shard {name} has the columns {there}; expected those of {names[0]}: "
+                f"{columns[0]}. Write the shards anew, together."
+            )
+    return shards
+
+
+def _columns(shard: Mapping[str, Any]) -> str:
+    """The columns of a shard, and how each is written."""
+    if shard["format"] != "mds":
+        raise ValueError(f"format {shard['format']}, expected mds")
+    kinds = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
+    return ", ".join(
+        f"{name} ({kind}{'' if size is None else f', {size} bytes'})" for name, kind, size in kinds
+    )
+
+
 def _file(at: Path, shard: Mapping[str, Any]) -> Path:
     """The file of a shard, unpacked where it is there so."""
-    files = [at / part["basename"] for part in (shard["raw_data"], shard["zip_data"]) if part]
-    path: Path | None = next((path for path in files if path.is_file()), None)
-    if path is None:
-        raise UsageError(f"data folder {at}: its index.json names {files[-1]}, which is missing. Fetch it.")
-    if path is not files[0] and path.suffix != ".zstd":
+    parts = [part for part in (shard["raw_data"], shard.get("zip_data")) if part]
+    part = next((part for part in parts if (at / part["basename"]).is_file()), None)
+    if part is None:
+        missing = at / parts[-1]["basename"]
+        raise UsageError(f"data folder {at}: its index.json names {missing}, which is missing. Fetch it.")
+    path = at / str(part["basename"])
+    if part is not parts[0] and path.suffix != ".zstd":
         raise UsageError(f"{path} is packed, and of packed shards those of zstd are read. Unpack it first.")
+    if (size := path.stat().st_size) != part["bytes"]:
+        raise _torn(path, at / "index.json", f"{size:,} bytes, expected {part['bytes']:,}")
     return path
 
 
-def _parts(data: npt.NDArray[np.uint8], begin: int, shard: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Where each column of a sample begins and ends."""
-    sizes: Sequence[int | None] = shard["column_sizes"]
-    first = begin + 4 * sizes.count(None)
-    stored = iter(np.frombuffer(data[begin:first].tobytes(), _NUMBER).tolist())
-    parts = {}
-    for name, size in zip(shard["column_names"], sizes, strict=True):
-        last = first + (next(stored) if size is None else size)
-        parts[name] = (first, last)
-        first = last
-    return parts
+def _torn(path: Path, index: Path, fault: object) -> UsageError:
+    return UsageError(f"{path} is not as {index} has it ({fault}): fetch or write the shard again")
+
+
+def _places(data: npt.NDArray[np.uint8], shard: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """Where each column of each sample begins, and where the last ends: (samples, columns + 1).
+
+    Raises ValueError or IndexError where the bytes are not those of such samples.
+    """
+    count, sizes = shard["samples"], shard["column_sizes"]
+    if len(data) != shard["raw_data"]["bytes"]:
+        raise ValueError(f"{len(data):,} bytes unpacked, expected {shard['raw_data']['bytes']:,}")
+    begins = np.frombuffer(data[4 : 8 + 4 * count].tobytes(), _NUMBER).astype(np.int64)
+    are_stored = np.array([size is None for size in sizes])
+    heads = begins[:-1, None] + np.arange(4 * are_stored.sum())
+    lengths = np.tile(np.array([size or 0 for size in sizes], np.int64), (count, 1))
+    lengths[:, are_stored] = np.ascontiguousarray(data[heads]).view(_NUMBER)
+    places = np.cumsum(np.column_stack((begins[:-1] + heads.shape[1], lengths)), axis=1)
+    if begins[-1] != len(data) or (places[:, -1] != begins[1:]).any():
+        raise ValueError("its samples do not follow each other")
+    return places
+
+
+def _values(data: npt.NDArray[np.uint8], places: npt.NDArray[np.int64], kind: str) -> list[Any]:
+    """The labels, each from one place to another."""
+    if kind in _TEXTS:
+        return [data[begin:end].tobytes().decode() for begin, end in places.tolist()]
+    form = np.dtype("int64" if kind == "int" else kind)
+    stored = np.ascontiguousarray(data[places[:, :1] + np.arange(form.itemsize)])
+    values: list[Any] = stored.view(form)[:, 0].tolist()
+    return values
 
 
 class MdsPieces(FilePieces):

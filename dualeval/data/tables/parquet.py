@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import FurtherColumns
+from dualeval.data.set_names import is_picture_type
 from dualeval.data.table import Choose, Row, Table, TableOptions, check_once, class_names_in
 from dualeval.errors import UsageError
 from dualeval.urls import url_of
@@ -26,16 +27,27 @@ def open_table(
         file = pyarrow.parquet.ParquetFile(path.open("rb") if url_of(path) else path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
-    schema = file.schema_arrow
-    columns = choose(schema.names)
+    schema, types = file.schema_arrow, pyarrow.types
+    # Pictures, or other bytes.
+    pictures = [
+        each
+        for each in schema
+        if types.is_binary(each.type) or types.is_large_binary(each.type) or is_picture_type(each.type)
+    ]
+    try:
+        columns = choose(schema.names)
+    except UsageError as error:
+        if not pictures or not of_texts:
+            raise
+        raise UsageError(f"{error}{_not_texts(pictures[0], of_texts)}") from error
     check_once(path, schema.names, columns)
-    types, kind = pyarrow.types, schema.field(columns[0]).type
-    if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
+    chosen = schema.field(columns[0])
+    if types.is_struct(chosen.type) or chosen in pictures:
+        raise UsageError(f"{path}:{_not_texts(chosen, of_texts)}")
     unfit = {
         each.name: f"it holds {each.type}"
         for each in schema
-        if types.is_nested(each.type) or types.is_binary(each.type) or types.is_large_binary(each.type)
+        if types.is_nested(each.type) or each in pictures
     }
     further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
     rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
@@ -47,6 +59,10 @@ def open_table(
         class_names=class_names_in(schema.metadata or {}),
         further=further,
     )
+
+
+def _not_texts(column: Any, of_texts: str) -> str:
+    return f" The column {column.name!r} holds {column.type}, expected texts{of_texts}"
 
 
 def _parquet_rows(
