@@ -15,7 +15,7 @@ from typing import Any
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of, nearest
 
-_NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
+_NUMBERED = re.compile(r"(\D*)([0-9]+)(\D*)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
 # Of what a message names.
 _listed = partial(first_of, most=5)
@@ -178,11 +178,16 @@ def choose_labels(
 
 
 def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
-    """The number of each folder, where all names are numbers or end with one behind the same text."""
-    matches = [_NUMBERED.fullmatch(folder) for folder in folders]
-    if not all(matches) or len({match[1] for match in matches if match}) != 1:
+    """The number of each folder, where all names are numbers or end with one behind the same text; or where
+    each has one, and these count them from 0 or 1, as 1_cat and 2_dog."""
+    matches = [match for folder in folders if (match := _NUMBERED.fullmatch(folder))]
+    if not matches or len(matches) < len(folders):
         return None
-    return {folder: int(match[2]) for folder, match in zip(folders, matches, strict=True) if match}
+    numbers = {match[0]: int(match[2]) for match in matches}
+    alike = len({(match[1], match[3]) for match in matches}) == 1 and not matches[0][3]
+    first = min(numbers.values())
+    counts = first < 2 and sorted(numbers.values()) == [*range(first, first + len(folders))]
+    return numbers if alike or counts else None
 
 
 def _numeric_warning(folders: Sequence[str], noun: str) -> tuple[str, ...]:
@@ -206,7 +211,8 @@ def _by_number(folders: Sequence[str], noun: str) -> Labels:
     if [numbers[folder] for folder in ordered] != expected:
         raise UsageError(
             f"--class-order number: expected {noun}s with each number once and one text before it, such as "
-            f"0, 1, ..., 10 or class1, class2, found {_listed(ordered or folders)}. Give --class-map FILE."
+            f"0, 1, ..., 10 or class1, class2, or 1_cat, 2_dog from 0 or 1 on, found "
+            f"{_listed(ordered or folders)}. Give --class-map FILE."
         )
     place = {folder: index for index, folder in enumerate(ordered)}
     return Labels(

@@ -25,7 +25,15 @@ _BOOLS = {"false": "0", "true": "1"}
 _OTHER_NUMBER = re.compile(
     r"-[0-9]+|[+-]?([0-9]+\.[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(nan|inf)", re.ASCII | re.IGNORECASE
 )
+# What a program prints for an array, a list, a call or a text: [0. 1. 0.], tensor(3), "3"; several numbers;
+# and what has several lines or cells. Likewise.
+_PRINTED = re.compile(
+    r"\[.*\]|\{.*\}|[\w.]*\(\s*[-+.\d'\"\[(].*\)|b?(['\"]).*\1|[-+.\d]+([,;\s]+[-+.\d]+)+|"
+    r".*[\x00-\x1f\x7f-\x9f\u2028\u2029].*",
+    re.DOTALL,
+)
 _listed = partial(first_of, most=20)
+_SHOWN = 60  # letters of a label that is none
 _KINDS = (str, int, bool, float, type(None))
 
 
@@ -92,6 +100,8 @@ class TableLabels:
             if are_whole:
                 return self._indices(texts, known, of_model=of_model)
             for number, text in sorted(zip(self._numbers, texts, strict=True), key=_is_whole):
+                if _PRINTED.fullmatch(text):
+                    raise self._no_label(number, repr(text[:_SHOWN]), _ONE_CLASS + _AS_NAMES)
                 if _OTHER_NUMBER.fullmatch(text):
                     hint = _NONE * (text in _USUAL_NONE) + _AS_NAMES * (text not in _USUAL_NONE[1:])
                     raise self._no_label(number, text, hint)
@@ -164,6 +174,10 @@ class TableLabels:
 
 # Of rows without a label: GLUE's test sets have -1.
 _USUAL_NONE = ("-1", "nan", "NaN", "NAN")
+_ONE_CLASS = (
+    " Write one number or one name for each sample: str(int(label)), or of an array with a 1 at the class "
+    "str(int(label.argmax()))."
+)
 _NONE = " Leave rows out that have no label."
 _AS_NAMES = " If the labels are names, give --class-order name or --class-map FILE."
 _OTHERWISE = "as names of class folders they are other classes: --class-order name"

@@ -173,10 +173,10 @@ class TarReader:
             yield os.fsdecode(key), parts
 
     def text(self, member: Member) -> str:
-        """The text of a member."""
+        """The text of a member, without a byte order mark before it."""
         name, offset, size = member
         try:
-            return self.read(offset, size).decode()
+            return self.read(offset, size).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise self.refused(name, "is no text in UTF-8", "Pack it anew") from error
 

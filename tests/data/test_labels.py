@@ -66,6 +66,16 @@ def test_numbers_in_order_of_names_are_warned_of(prefix: str) -> None:
     assert choose_labels(folders, order="name").classes == labels.classes
 
 
+def test_one_number_anywhere_in_a_name_numbers_the_classes() -> None:
+    """Where these count from 0 or 1: 1_cat, 10_dog, 2_bird were the classes 0 to 2 without a word."""
+    folders = sorted(f"{number}_{'abcdefghijk'[-number]}" for number in range(1, 12))
+    [warning] = choose_labels(folders).warnings
+    assert "--class-order number" in warning
+    labels = choose_labels(folders, order="number")
+    assert [labels.classes[name] for name in ("1_k", "2_j", "11_a")] == [0, 1, 10]
+    assert choose_labels(["3_a", "10_b"]).warnings == (), "numbers of something else"
+
+
 @pytest.mark.parametrize(
     "folders", [["0", "1", "2"], ["00", "01", "10"], ["1", "10", "x"], ["a1", "b10", "b2"], ["cat", "dog"]]
 )
@@ -219,7 +229,7 @@ def map_of(**classes: int | None) -> dict[str, ClassMap]:
     ("folders", "options", "said"),
     [
         ("0 1 x", {"order": "number"}, "found 0, 1, x. Give --class-map"),
-        ("a1 b2", {"order": "number"}, "found a1, b2"),
+        ("a1 b3", {"order": "number"}, "found a1, b3"),
         ("01 1 2", {"order": "number"}, "found 01, 1, 2"),
         ("0 10 2", {"order": "number"}, "each number once"),
         ("a b c", map_of(b=1, z=2), "m.csv does not name 2 of 3 class folders: a, c. Add them; null"),

@@ -292,6 +292,32 @@ def test_a_sample_without_a_part_is_named(tmp_path: Path) -> None:
     assert refused(path).startswith(f"{path}, 000002.png: the label (column '.cls') is empty")
 
 
+@pytest.mark.parametrize(
+    "label",
+    ["[0. 1. 0.]", "[3]", "tensor(3)", "np.int64(3)", "array([1, 0])", "(3,)", '{"label": 3}', '"3"', "b'3'"]
+    + ["0 1 0", "1,0", "3\n4", "3\x00\x00", "cat\tdog"],
+)
+def test_a_label_that_a_program_printed_is_no_name(tmp_path: Path, label: str) -> None:
+    """As names in the order of their text these were other classes, without a word."""
+    path = pack(tmp_path / "x.tar", {**samples(0, 2), "000001.cls": label.encode()})
+    said = f"{path}, 000001.png: the label (column '.cls') is {label!r}, expected a whole number from 0 or a"
+    assert refused(path) == (
+        f"{said} class's name. Write one number or one name for each sample: str(int(label)), or of an array "
+        "with a 1 at the class str(int(label.argmax())). If the labels are names, give --class-order name or "
+        "--class-map FILE."
+    )
+    assert len(opened(path, order="name")) == 2
+
+
+def test_names_are_no_printed_labels_and_have_no_byte_order_mark(tmp_path: Path) -> None:
+    names = ["crane (bird)", "crane_(machine)", "tiger shark, Galeocerdo", "'s-Hertogenbosch", "7-11"]
+    members = {f"{number}.{part}": b"" for number in range(len(names)) for part in ("jpg", "cls")}
+    path = pack(
+        tmp_path / "x.tar", {**members, **{f"{n}.cls": f"\ufeff{names[n]}\n".encode() for n in range(5)}}
+    )
+    assert {*opened(path).labels.classes} == {*names}
+
+
 def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     """Also where it ends between two members: what follows would be missing without a word."""
     path = pack(tmp_path / "x.tar", samples(0, 3))
