@@ -27,8 +27,8 @@ _BLOCK = 512
 # Read at once: a header, a small member behind it, and the next header.
 _AHEAD = 4096
 _AHEAD_IN_STORE = 1 << 20
-# Behind the end mark a file is filled up to whole records, mostly of 10 KiB.
-_FILLED_UP = 2**16
+# Read at once of the zeros behind the end mark, mostly less than 10 KiB.
+_ZEROS = 2**20
 # How a compressed file begins, and what unpacks it.
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip --keep",
@@ -144,11 +144,14 @@ class TarReader:
                 if kind in _FILES and not name.endswith(b"/"):
                     yield name.removeprefix(b"./"), data, size
                 said = {}
-        if self.read(position, _FILLED_UP).strip(b"\0"):
-            raise UsageError(
-                f"{self._path} has members behind its end mark, as files that were joined with cat have. "
-                "Give the tar files one by one, or join them with tar --concatenate."
-            )
+        while position < length and (zeros := self.read(position, _ZEROS)):
+            if zeros != bytes(len(zeros)):
+                raise UsageError(
+                    f"{self._path} has members behind its end mark, as files that were joined with cat have. "
+                    "Give the tar files one by one; or unpack it, and pack the files anew: mkdir all; "
+                    f"tar --ignore-zeros -xf {self._path} -C all; tar --sort=name -cf all.tar -C all ."
+                )
+            position += len(zeros)
 
     def samples(self) -> Iterator[tuple[str, dict[str, Member]]]:
         """Of each sample its key and its parts by suffix, as WebDataset has them: a/b.seg.png is of a/b.

@@ -338,8 +338,11 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
         path.write_bytes(content[: ends[1]] + header + content[ends[1] :])
         assert f"{path} is damaged at byte {ends[1]:,}" in refused(path) or b"size" in records
         assert f"{path} is damaged at byte" in refused(path)
-    path.write_bytes(content + content)
-    assert "has members behind its end mark" in refused(path)
+    for zeros in (0, 1 << 17, 5 << 20):  # tar fills records up as --blocking-factor says
+        path.write_bytes(content + bytes(zeros) + content)
+        assert "has members behind its end mark" in refused(path)
+    path.write_bytes(content + bytes(3 << 20))
+    assert len(opened(path)) == 3
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     assert f"{path} is no tar file. Fetch or pack it again" in refused(path)
     for content, said in (
