@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dualeval.data.image_files import digest_of_file
 
-_FORM = 2
+_FORM = 3
 
 
 class IndexCache:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dualeval.data.contents import what_it_holds
+from dualeval.data.image_paths import EXTENSIONS, is_hidden
 from dualeval.data.set_names import is_tar_name
 from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import StorePath
@@ -156,13 +157,17 @@ class TarReader:
     def samples(self) -> Iterator[tuple[str, dict[str, Member]]]:
         """Of each sample its key and its parts by suffix, as WebDataset has them: a/b.seg.png is of a/b.
 
-        Hidden files, and those without a suffix, are passed over.
+        Files that are hidden or in folders of systems, and those without a suffix, are passed over.
         """
         key, parts = b"", dict[str, Member]()
+        folder, hidden = b"", False
         for member in self.members():
             name = member[0]
             dot = name.find(b".", base := name.rfind(b"/") + 1)
-            if dot <= base:
+            if name[:base] != folder:
+                folder = name[:base]
+                hidden = any(each.strip(".") and is_hidden(each) for each in os.fsdecode(folder).split("/"))
+            if hidden or dot <= base:
                 self.passed_over += 1
                 continue
             if name[:dot] != key and parts:
@@ -174,6 +179,27 @@ class TarReader:
             parts[suffix] = member
         if parts:
             yield os.fsdecode(key), parts
+
+    def pictures(self, key: str, parts: Mapping[str, Member], others: Collection[str] = ()) -> list[str]:
+        """The suffixes of a sample's pictures; refuses one with a further dot that was meant as a sample.
+
+        It is beside no other picture, or beside a file of its own name and one of the suffixes ``others``.
+        """
+        pictures = [suffix for suffix in parts if suffix in EXTENSIONS]
+        for suffix, (name, *_) in parts.items():
+            stem, _, form = suffix.rpartition(".")
+            if not stem or f".{form}" not in EXTENSIONS:
+                continue
+            if not pictures or any(stem + each in parts and stem + each != suffix for each in others):
+                base = key.rpartition("/")[2]
+                raise self.refused(
+                    name,
+                    f"is no picture of a sample: it is of the key {key!r}, which ends at the first dot of a "
+                    "file's name",
+                    f"Rename it and what is of it before packing, such as "
+                    f"{base}{stem.replace('.', '_')}.{form}",
+                )
+        return pictures
 
     def text(self, member: Member) -> str:
         """The text of a member, without a byte order mark before it."""
@@ -205,6 +231,14 @@ class TarReader:
         return UsageError(
             f"{self._path}: the sample {sample!r} has {there} and no {missing}. Add it, or leave the sample "
             "out. The files of a sample lie side by side in a shard, as tar --sort=name packs them."
+        )
+
+    def repeated(self, sample: str) -> UsageError:
+        """The error of a key that two samples have."""
+        return UsageError(
+            f"{self._path} has the key {sample!r}, a file's name up to its first dot, more than once, and "
+            "others in between: keep one, so that each sample counts once, or pack the files anew with tar "
+            "--sort=name."
         )
 
     def refused(self, name: bytes, fault: str, mend: str) -> UsageError:

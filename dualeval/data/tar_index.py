@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns.of_data import FurtherColumns
-from dualeval.data.image_files import FileNames
+from dualeval.data.image_files import FileNames, digest_of_file
 from dualeval.data.index_cache import IndexCache
 from dualeval.data.packed import FilePieces, Labelled
 from dualeval.data.stored import StorePieces
@@ -115,7 +116,7 @@ def _shard(path: Path, cache: IndexCache, files: int, choose: Choose, further: S
 def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose, further: Sequence[str]) -> _Shard:
     if (kept := cache.load()) is not None:
         return kept
-    names, codes, places = FileNames(), array("i"), dict[tuple[type, Any], int]()
+    names, keys, codes, places = FileNames(), FileNames(), array("i"), dict[tuple[type, Any], int]()
     offsets, lengths = [array("q") for _ in range(files)], [array("I") for _ in range(files)]
     columns: dict[str, list[Any]] = {name: [] for name in further}
     passed_over = 0
@@ -129,12 +130,15 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose, further:
                 column.append(each)
             codes.append(places.setdefault((type(value), value), len(places)))
             names.append(os.fsdecode(members[0][0]))
+            keys.append(key)
             for (name, offset, size), its_offsets, its_lengths in zip(members, offsets, lengths, strict=True):
                 if size > _LARGEST:
                     raise reader.refused(name, f"has {size:,} bytes", "No picture is as large: leave it out")
                 its_offsets.append(offset)
                 its_lengths.append(size)
         passed_over += reader.passed_over
+        if (again := keys.repeated()) is not None:
+            raise reader.repeated(keys.shown(again))
     stored, ends = names.stored_all()
     arrays: dict[str, npt.NDArray[Any]] = {
         "names": np.frombuffer(stored, np.uint8),
@@ -158,9 +162,10 @@ def _names(
         names.extend(arrays["names"].tobytes(), arrays["ends"])
     if (twice := names.repeated()) is None:
         return names, []
-    copies: dict[str, Path] = {}
-    for path, cache in zip(paths, caches, strict=True):
-        if (other := copies.setdefault(cache.ends, path)) is not path:
+    copies, ends = dict[bytes, Path](), Counter(cache.ends for cache in caches)
+    for path in (path for path, cache in zip(paths, caches, strict=True) if ends[cache.ends] > 1):
+        # Shards of one size may have the same first and last files.
+        if (other := copies.setdefault(digest_of_file(path, whole=True), path)) is not path:
             raise UsageError(f"{other} and {path} are the same shard: leave one out.")
     longer = FileNames(
         f"{paths[int(shard)].name}/{names[place]}"
@@ -168,7 +173,7 @@ def _names(
     )
     if (again := longer.repeated()) is not None:
         raise UsageError(
-            f"{paths[int(np.searchsorted(numbers, again, side='right'))]} has {names.shown(again)!r} more "
-            "than once: keep one of them, so that each picture counts once."
+            f"{longer.shown(again)!r} is the id of two pictures, of shards of one name in different folders, "
+            f"such as {paths[int(np.searchsorted(numbers, again, side='right'))]}: rename one of them."
         )
     return longer, [f"shards share names, such as {names.shown(twice)}: ids begin with the shard's name"]

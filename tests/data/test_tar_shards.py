@@ -198,13 +198,70 @@ def test_names_that_shards_share_have_the_shard_before_them(tmp_path: Path) -> N
     assert "shards share names, such as 000000.png: ids begin with the shard's name" in data.notes()
     shutil.copy(tmp_path / "s/0.tar", tmp_path / "s/2.tar")
     assert f"{tmp_path}/s/0.tar and {tmp_path}/s/2.tar are the same shard" in refused(tmp_path / "s")
-    twice = pack(tmp_path / "x.tar", samples(0, 3))
-    with tarfile.open(twice, "a") as file:
-        for name in ("000000.png", "000000.cls"):
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            file.addfile(info, io.BytesIO(b"1"))
-    assert f"{twice} has '000000.png' more than once" in refused(twice)
+    for folder in "ab":
+        pack(tmp_path / f"{folder}/0.tar", samples(0, 3 if folder == "a" else 2))
+    said = "'0.tar/000000.png' is the id of two pictures, of shards of one name in different folders, such as"
+    assert refused(tmp_path / "{a,b}/0.tar") == f"{said} {tmp_path}/b/0.tar: rename one of them."
+
+
+def test_shards_of_equal_ends_are_the_same_where_all_of_them_is(tmp_path: Path) -> None:
+    for number in range(3):
+        middle = bytes([number]) * 20_000
+        pack(
+            tmp_path / f"{number}.tar",
+            {
+                "0.png": bytes(9000),
+                "0.cls": b"1",
+                "1.png": middle,
+                "1.cls": b"1",
+                "2.png": bytes(20_000),
+                "2.cls": b"1",
+            },
+        )
+    assert len(opened(tmp_path)) == 9
+    shutil.copy(tmp_path / "1.tar", tmp_path / "3.tar")
+    assert f"{tmp_path}/1.tar and {tmp_path}/3.tar are the same shard: leave one out" in refused(tmp_path)
+
+
+def test_a_key_that_comes_again_is_named(tmp_path: Path) -> None:
+    """Also with a picture of another format: both counted."""
+    members = {"a.png": b"", "a.cls": b"1", "b.png": b"", "b.cls": b"1"}
+    path = pack(tmp_path / "x.tar", {**members, "a.jpg": b"", "./a.cls": b"1"})
+    assert f"{path} has the key 'a', a file's name up to its first dot, more than once" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("members", "name", "renamed"),
+    [
+        ({"p/a.left.jpg": b"", "p/a.right.jpg": b"", "p/a.cls": b"1"}, "p/a.left.jpg", "a_left.jpg"),
+        (
+            {"p/a.jpg": b"", "p/a.cls": b"1", "p/a.v2.0.jpg": b"", "p/a.v2.0.cls": b"1"},
+            "p/a.v2.0.jpg",
+            "a_v2_0.jpg",
+        ),
+        ({"b.jpg": b"", "b.cls": b"1", "p/a.v2.jpg": b"", "p/a.v2.cls": b"1"}, "p/a.v2.jpg", "a_v2.jpg"),
+    ],
+)
+def test_a_picture_with_a_further_dot_that_would_be_left_out_is_named(
+    tmp_path: Path, members: dict[str, bytes], name: str, renamed: str
+) -> None:
+    """The key is what stands before the first dot: these samples were missing, at most with a note."""
+    said = refused(pack(tmp_path / "x.tar", members))
+    assert f"the member {name!r} is no picture of a sample: it is of the key" in said
+    assert said.endswith(f"before packing, such as {renamed}.")
+
+
+def test_further_pictures_of_a_sample_are_not_read(tmp_path: Path) -> None:
+    path = pack(tmp_path / "x.tar", {"a.jpg": b"", "a.cls": b"1", "a.seg.png": b"", "a.depth.png": b""})
+    assert ids(opened(path)) == ["a.jpg"]
+
+
+def test_folders_of_systems_are_passed_over(tmp_path: Path) -> None:
+    """As in class folders: previews counted as samples."""
+    copies = samples(0, 1, "x/@eaDir/") | samples(0, 1, ".thumbs/") | samples(0, 1, "__MACOSX/")
+    path = pack(tmp_path / "x.tar", {**copies, **samples(0, 1, "../x/")})
+    assert ids(opened(path)) == ["../x/000000.png"]
+    assert opened(path).notes() == ["passed over: 6 files of the shards, which are of no sample"]
 
 
 def test_other_members_are_passed_over_with_a_note(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ def test_a_png_beside_a_jpeg_is_its_mask(tmp_path: Path) -> None:
     [
         ({"a.png": b""}, "the sample 'a' has .png and no mask (.png, .mask.png)"),
         ({"a.seg.png": b""}, "the sample 'a' has .seg.png and no picture"),
+        (
+            {"a.jpg": b"", "a.png": b"", "a.v2.jpg": b"", "a.v2.png": b""},
+            "the member 'a.v2.jpg' is no picture of",
+        ),
         ({"a.jpg": b"", "a.jpeg": b"", "a.png": b""}, "the member 'a.jpeg' is a second picture of 'a'"),
     ],
 )

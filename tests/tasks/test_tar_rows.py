@@ -82,6 +82,7 @@ def test_rows_in_shards_are_those_of_a_table(tmp_path: Path, case: str) -> None:
         ({"a.json": b"[]"}, "the member 'a.json' is no JSON object"),
         ({"a.json": b'{"text": "b"}', "a.txt": b"a"}, "has a key 'text', and a.txt is the same column"),
         ({"a.json": b'{"text": "b"}', "b.json": b"{}"}, "sample 2 has no 'text'"),
+        ({"a.txt": b"1", "b.txt": b"2", "./a.txt": b"3"}, "has the key 'a', a file's name up to its first"),
         ({"README": b""}, "holds no sample: expected files such as a.txt and a.cls, or a.json"),
     ],
 )

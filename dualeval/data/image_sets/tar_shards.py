@@ -50,7 +50,8 @@ def _labelled(
     key: str | None, further: Sequence[str], reader: TarReader, sample: str, parts: Mapping[str, Member]
 ) -> Chosen | None:
     """A picture, its label, and what else is kept of its JSON."""
-    pictures, part = _pictures(parts), JSON if key else CLASS
+    part = JSON if key else CLASS
+    pictures = reader.pictures(sample, parts, (part,))
     if not pictures and part not in parts:
         return None
     if len(pictures) > 1:
@@ -70,7 +71,7 @@ def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | No
     """
     with TarReader(path) as reader:
         for key, parts in reader.samples():
-            if not _pictures(parts):
+            if not reader.pictures(key, parts):
                 continue
             is_class = asked is None and CLASS in parts
             columns = [*reader.object(parts[JSON])] if JSON in parts and (has_columns or not is_class) else []
@@ -90,10 +91,6 @@ def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | No
         f"{path} holds no picture: expected files such as a.jpg ({' '.join(EXTENSIONS)}), each beside a.cls "
         "or a.json"
     )
-
-
-def _pictures(parts: Mapping[str, Member]) -> list[str]:
-    return [suffix for suffix in parts if suffix in EXTENSIONS]
 
 
 def _label(reader: TarReader, member: Member, values: Mapping[str, Any], key: str) -> Any:

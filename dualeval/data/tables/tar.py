@@ -27,8 +27,12 @@ def open_table(
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     expected: list[str] = []
     for shard in tars_at(path):
+        keys = set[str]()
         with TarReader(shard) as reader:
             for key, parts in reader.samples():
+                if key in keys:
+                    raise reader.repeated(key)
+                keys.add(key)
                 there = [suffix for suffix in (*_COLUMNS, JSON) if suffix in parts]
                 expected = expected or there
                 if not there or there != expected:
