@@ -30,7 +30,7 @@ TABLES: dict[str, str] = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "j
 # Where labels of pictures are, in a table or in an object of JSON.
 LABEL_COLUMNS = ("label", "class", "target", "y")
 # Parts of a data set: folders of these names alone are no classes.
-PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
+PARTS = ("train", "training", "trainval", "val", "valid", "validation", "dev", "eval", "test", "testing")
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 

@@ -51,7 +51,8 @@ def _refuse_parts(folder: Path, paths: list[Path]) -> None:
     of_parts: dict[str, list[Path]] = {}
     for path in paths:
         words = _WORD.findall(path.name.lower())
-        of_parts.setdefault(next((word for word in words if word in PARTS), ""), []).append(path)
+        # All of them: test-dev is another part than test.
+        of_parts.setdefault("-".join(word for word in words if word in PARTS), []).append(path)
     named = sorted(of_parts.keys() - {""})
     if len(named) > 1:
         last = of_parts[max(named, key=PARTS.index)][-1]

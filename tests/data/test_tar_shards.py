@@ -453,6 +453,16 @@ def test_a_folder_of_training_shards_beside_others_is_refused(tmp_path: Path) ->
     assert said.endswith(f"Give those of one: --data '{tmp_path}/net1k-val-{{000..001}}.tar'")
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("trainval-0", "test-0"), ("train0", "dev0"), ("x_test_0", "x_test-dev_0"), ("TrainVal", "val")],
+)
+def test_shards_of_two_parts_are_not_evaluated_together(tmp_path: Path, one: str, other: str) -> None:
+    for name in (one, other):
+        pack(tmp_path / f"{name}.tar", samples(0, 1))
+    assert "holds shards of several parts of a data set: 1 of " in refused(tmp_path)
+
+
 def test_class_folders_beside_tars_are_class_folders(tmp_path: Path) -> None:
     """ImageNet's archive lies beside the folders that came out of it, and perhaps nobody may move it."""
     pack(tmp_path / "ILSVRC2012_img_val.tar", samples(0, 3))
