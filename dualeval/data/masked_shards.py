@@ -30,8 +30,10 @@ def _choose(reader: TarReader, sample: str, parts: Mapping[str, Member]) -> Chos
     mask = next((suffix for suffix in of_masks if suffix not in pictures or len(pictures) > 1), None)
     pictures = [suffix for suffix in pictures if suffix != mask]
     if mask is None or not pictures:
-        there, missing = (pictures[0], "mask (.png, .mask.png)") if mask is None else (mask, "picture")
-        raise reader.incomplete(sample, there, missing)
+        missing = (
+            "mask (.png, .mask.png)" if mask is None else f"picture that is read ({' '.join(EXTENSIONS)})"
+        )
+        raise reader.incomplete(sample, " and ".join(parts), missing)
     if len(pictures) > 1:
         raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
     return [parts[pictures[0]], parts[mask]], None, ()

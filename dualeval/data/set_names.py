@@ -156,6 +156,15 @@ def is_tar_name(name: str) -> bool:
     return ("tar" in suffixes and f".{suffixes[-1]}" not in TABLES) or suffixes[-1] in _PACKED_TARS
 
 
+def refuse_several(data: object) -> None:
+    """Refuse a list of files, of which a pattern makes one value."""
+    if isinstance(data, list | tuple):
+        raise UsageError(
+            f"data is a {type(data).__name__}, expected one path: a file, a folder of shards, or a pattern, "
+            "such as 'shards/{a,b}.tar' or 'shards/val-{000..063}.tar'"
+        )
+
+
 def is_saved_folder(path: Path) -> bool:
     """Whether a folder is one of save_to_disk of Hugging Face's library, or of its parts."""
     names = ("dataset_dict.json",), ("dataset_info.json", "state.json")

@@ -92,8 +92,8 @@ def column_of(
     present = [name for names in spelt for name in names]
     if not present:
         raise UsageError(
-            f"{path} has the columns {there}: expected one of {what} ({', '.join(usual)}) in its first line "
-            f"or as its keys. Or say which it is with {flag} NAME.{hint}"
+            f"{path} has the columns {there}: expected one for {what}, named {' or '.join(usual)}, in its "
+            f"first line or as its keys. Or say which it is with {flag} NAME.{hint}"
         )
     if len(present) > 1 and len(spelt[0]) != 1:
         raise UsageError(

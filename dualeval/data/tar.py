@@ -30,13 +30,8 @@ _AHEAD = 4096
 _AHEAD_IN_STORE = 1 << 20
 # Read at once of the zeros behind the end mark, mostly less than 10 KiB.
 _ZEROS = 2**20
-# How a compressed file begins, and what unpacks it.
-_COMPRESSED = {
-    b"\x1f\x8b": "gunzip --keep",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-    b"BZh": "bunzip2 --keep",
-    b"\xfd7zXZ": "unxz --keep",
-}
+# How a compressed file begins, and what unpacks it, whatever its name.
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 # Types of members: files, and those whose data say more of the next one.
 _FILES, _LINKS, _LONG_NAME, _LONG_LINK, _SPARSE = b"0\0007", b"12", b"L", b"K", b"S"
 _PAX = b"xXg"
@@ -62,9 +57,13 @@ def _refuse_compressed(path: Path) -> None:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     for begin, command in _COMPRESSED.items():
         if head.startswith(begin):
+            # x.tar of x.tar.gz and of x.tgz; a compressed x.tar is moved away.
+            new = path.with_name(path.name.split(".tar")[0].removesuffix(path.suffix) + ".tar")
+            packed, move = (f"{path}.packed", f"mv {path} {path}.packed; ") if new == path else (path, "")
+            how = "" if isinstance(path, StorePath) else f": {move}{command} -c {packed} > {new}"
             raise UsageError(
                 f"{path} is compressed, so that no sample can be read without all before it. Make a .tar of "
-                f"it, and give that: {command} {path}"
+                f"it, and give that{how}"
             )
 
 

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from dualeval.columns.late import keeps_late
 from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
+from dualeval.data.set_names import refuse_several
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of
 from dualeval.metrics import Metric, RowMetric
@@ -79,6 +80,7 @@ class ImageClassification(picture_task.PictureTask):
         cache: DataCache | None = None,
         **options: Unpack[ImageClassificationKeywords],
     ) -> None:
+        refuse_several(data)
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
         if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
             ImageClassificationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]

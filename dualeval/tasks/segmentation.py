@@ -22,6 +22,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
 from dualeval.data.pictures import prepare
 from dualeval.data.preprocessing import OwnPreprocessing
+from dualeval.data.set_names import refuse_several
 from dualeval.data.stores.path import path_at
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
@@ -91,6 +92,7 @@ class Segmentation(PictureTask):
         cache: DataCache | None = None,
         **options: Unpack[SegmentationKeywords],
     ) -> None:
+        refuse_several(data)
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)

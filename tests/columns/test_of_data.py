@@ -351,7 +351,7 @@ def test_files_and_rows_that_are_no_table_are_refused(tmp_path: Path) -> None:
         (["a", "b"], "the list are strs: expected mappings of column to value, as {'text': 'a text'}"),
         ({"train": ROWS, "test": ROWS}, "the rows are in parts (train, test): give one, as data['validat"),
         ([*ROWS, {"idx": 3}], "row 3 of the list has no 'text'"),
-        ([{"words": "x"}], "has the columns words: expected one of the texts (text"),
+        ([{"words": "x"}], "has the columns words: expected one for the texts, named text"),
     ]
     for data, said in refusals:
         with pytest.raises(UsageError, match=re.escape(said)):

@@ -224,9 +224,12 @@ def test_names_of_indices_are_those_of_the_weights(home: Path) -> None:
 WRONG = {
     "no header": (
         "val/ant/0.png,3\n",
-        "has the columns val/ant/0.png, 3: expected one of the pictures' paths",
+        "has the columns val/ant/0.png, 3: expected one for the pictures' paths",
     ),
-    "no label column": ("path,split\na,b\n", "expected one of their labels (label, class, target, y"),
+    "no label column": (
+        "path,split\na,b\n",
+        "expected one for their labels, named label or class or target or y",
+    ),
     "questions": ("question,context\na,b\n", "dualeval run --task question-answering"),
     "empty": ("", "is empty: expected a line of headings"),
     "only its headings": ("path,label\n", "holds no sample"),

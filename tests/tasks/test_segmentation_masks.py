@@ -40,7 +40,7 @@ def test_a_manifest_has_the_digest_of_its_folders(home: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("image\na.png\n", "expected one of their masks' paths"),
+        ("image\na.png\n", "expected one for their masks' paths"),
         ("image,mask\na.png,\n", "line 2 has '' in the column 'mask', expected a path"),
         ("image,mask\na.png,b.png\na.png,c.png\n", "line 3 has the picture of line 2, a.png"),
         ("image,mask\n", "has no rows"),

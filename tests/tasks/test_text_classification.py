@@ -435,7 +435,7 @@ class Ignores(nn.Module):
         ({"max_length": 600}, "--max-length of the model's size, whose config says max_position_embeddings"),
         ({"metrics": ["binary_f1"]}, "metric 'binary_f1' needs two classes, found 3: ask for 'f1'"),
         ({"metrics": ["acuracy"]}, "there is no metric 'acuracy'"),
-        ({"data": [{"x": "y"}]}, "expected one of the texts (text, sentence, content)"),
+        ({"data": [{"x": "y"}]}, "expected one for the texts, named text or sentence or content, in"),
         ({"model": "hf:{model}"}, "for text classification leave out hf: and type --model"),
         ({"model": texts.classifier}, "was given without a tokenizer"),
     ],

@@ -17,7 +17,9 @@ from dualeval.data.table_labels import Labeler
 from dualeval.data.tar import CLASS, JSON, Member, TarReader, tars_at
 from dualeval.data.tar_index import Chosen, read_index
 from dualeval.errors import UsageError
+from dualeval.messages import first_of
 
+_NAMED_AT_MOST = 12
 _KINDS = (str, int, bool, float, type(None))
 
 
@@ -57,8 +59,8 @@ def _labelled(
     if len(pictures) > 1:
         raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
     if not pictures or part not in parts:
-        there, missing = (pictures[0], f"label ({part})") if pictures else (part, "picture")
-        raise reader.incomplete(sample, there, missing)
+        missing = f"label ({part})" if pictures else f"picture that is read ({' '.join(EXTENSIONS)})"
+        raise reader.incomplete(sample, " and ".join(parts), missing)
     values = reader.object(parts[JSON]) if key or (further and JSON in parts) else {}
     label = reader.text(parts[CLASS]).strip() if key is None else _label(reader, parts[JSON], values, key)
     return [parts[pictures[0]]], label, [values.get(name) for name in further]
@@ -69,9 +71,11 @@ def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | No
 
     The key is None where each label is in a ``.cls``; then no other program's ``.json`` is looked into.
     """
+    others = set[str]()
     with TarReader(path) as reader:
         for key, parts in reader.samples():
             if not reader.pictures(key, parts):
+                others.update(parts)
                 continue
             is_class = asked is None and CLASS in parts
             columns = [*reader.object(parts[JSON])] if JSON in parts and (has_columns or not is_class) else []
@@ -80,16 +84,22 @@ def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | No
                 return None, kept
             if JSON in parts:
                 of = f"{path}: {key}{JSON}"
-                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the classes"), kept
+                return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the labels"), kept
             wanted = f"{key}{JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{CLASS}"
+            mend = (
+                "If the class is in a .json, give --label-key KEY; class folders in a tar have to be unpacked: "
+                f"mkdir val; tar -xf {path} -C val"
+            )
+            if CLASS in parts:
+                mend = "Or leave --label-key out: its class is in the .cls."
             raise UsageError(
                 f"{path}: the sample {key!r} is {' '.join(parts)}; expected {wanted}, right behind or before "
-                f"it in the shard. If the class is in a .json, give --label-key KEY; class folders in a tar "
-                f"have to be unpacked: mkdir val; tar -xf {path} -C val"
+                f"it in the shard. {mend}"
             )
+    there = first_of(sorted(others), _NAMED_AT_MOST) if others else "no file with a suffix"
     raise UsageError(
-        f"{path} holds no picture: expected files such as a.jpg ({' '.join(EXTENSIONS)}), each beside a.cls "
-        "or a.json"
+        f"{path} holds no picture that is read: found {there}; expected files such as a.jpg "
+        f"({' '.join(EXTENSIONS)}), each beside a.cls or a.json"
     )
 
 
