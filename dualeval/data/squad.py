@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,7 +111,7 @@ def read_questions(path: Path) -> Questions:
     if has_rows(path):
         table = read_rows(path, lambda columns: tuple(name for name in _COLUMNS if name in columns), _EXAMPLE)
         return questions_of_rows(
-            [dict(zip(table.columns, row, strict=True)) for row in table.values], table.of
+            [dict(zip(table.columns, row, strict=True)) for row in table.values], table.where
         )
     content = _read(path, "questions in the JSON format of SQuAD", "--data")
     try:
@@ -131,8 +131,13 @@ def read_questions(path: Path) -> Questions:
     )
 
 
-def questions_of_rows(rows: Sequence[Mapping[str, Any]], of: str = "the questions") -> Questions:
-    """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them."""
+def questions_of_rows(
+    rows: Sequence[Mapping[str, Any]], where: Callable[[int], str] = "row {} of the questions".format
+) -> Questions:
+    """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them.
+
+    Messages say ``where`` a row is; those from Python are counted from 0, as Python does.
+    """
     if isinstance(rows, Mapping):
         raise UsageError(
             f"the questions are in parts ({', '.join(map(str, rows))}): give one, as data['validation']"
@@ -145,8 +150,8 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]], of: str = "the question
             questions.append(_question_of_row(rows[number], texts))
         except _Wrong as wrong:
             raise UsageError(
-                f"row {number} of {of}: {wrong}. Expected the columns of "
-                "load_dataset('squad'): id, context, question, answers (text, answer_start)."
+                f"{where(number)}: {wrong}. Expected the columns of load_dataset('squad'): "
+                "id, context, question, answers (text, answer_start)."
             ) from wrong
     if not questions:
         raise UsageError("there are no questions: the rows are empty")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import dualeval.tasks
+from dualeval.data.squad import read_questions
 from dualeval.data.table import read_rows
 from dualeval.errors import EXIT_USAGE, UsageError
 from tests.engine.test_evaluator import evaluate
@@ -92,6 +93,17 @@ def test_samples_that_are_no_rows_are_named(tmp_path: Path, members: Members, sa
         read_rows(path, lambda columns: ("text",), {"text": "a text"})
     assert said in str(caught.value)
     assert caught.value.exit_code == EXIT_USAGE
+
+
+def test_a_row_that_is_no_question_is_where_the_table_says(tmp_path: Path) -> None:
+    """Counted from 1, as all rows of files are."""
+    rows = question_rows()[:2]
+    del rows[1]["answers"]["answer_start"]
+    shard = pack(tmp_path / "a.tar", as_object(rows[0]) | as_object(rows[1]))
+    for data, where in ((shard, "sample 2"), (texts.write(tmp_path / "a.jsonl", rows), "line 2")):
+        with pytest.raises(UsageError) as caught:
+            read_questions(data)
+        assert str(caught.value).startswith(f"{data}, {where}: answers has no key 'answer_start'")
 
 
 def test_a_table_whose_name_has_tar_in_it_is_a_table(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | No
                 return column_of(of, columns, asked, LABEL_COLUMNS, "--label-key", "the labels"), kept
             wanted = f"{key}{JSON}, whose {asked!r} is its class" if asked else f"its class in {key}{CLASS}"
             mend = (
-                "If the class is in a .json, give --label-key KEY; class folders in a tar have to be unpacked: "
-                f"mkdir val; tar -xf {path} -C val"
+                "If the class is in a .json, give --label-key KEY; class folders in a tar have to be "
+                f"unpacked: mkdir val; tar -xf {path} -C val"
             )
             if CLASS in parts:
                 mend = "Or leave --label-key out: its class is in the .cls."
