@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
-from dualeval.data.set_names import is_tar_name, refuse_several
 from dualeval.engine.joining import refusing
 from dualeval.engine.session import Session
 from dualeval.engine.values.keywords import RunKeywords, SessionKeywords
@@ -181,11 +180,12 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
     """The task, and the options that are not among its arguments."""
     from dualeval.tasks.own_model import ModelTask
 
-    if task is None and "model" in options and isinstance(options.get("data"), str | Path):
+    data = options.get("data")
+    # A list of shards is no data set of texts; the task refuses it.
+    first = data[0] if isinstance(data, list | tuple) and data else None
+    are_shards = isinstance(first, str | Path) and str(first).endswith(".tar")
+    if task is None and "model" in options and (isinstance(data, str | Path) or are_shards):
         return _image_task_of(options)
-    first = data[0] if isinstance(data := options.get("data"), list | tuple) and data else None
-    if isinstance(first, str | Path) and is_tar_name(Path(first).name):
-        refuse_several(data)
     if options.get("metrics") and options.get("metric"):
         raise UsageError("metric and metrics were given: give metrics=[...] alone")
     names = set(inspect.signature(ModelTask).parameters)

@@ -22,8 +22,9 @@ def find_masked(data: Path) -> Labelled:
 
 def _choose(reader: TarReader, sample: str, parts: Mapping[str, Member]) -> Chosen | None:
     of_masks = [f"{named}{form}" for named in _NAMED for form in _FORMATS if f"{named}{form}" in parts]
-    dotted = {suffix: each for suffix, each in parts.items() if suffix not in of_masks or suffix in _FORMATS}
-    pictures = reader.pictures(sample, dotted, EXTENSIONS)
+    # Masks that are named as such have a further dot rightly.
+    others = {suffix: each for suffix, each in parts.items() if suffix not in of_masks or suffix in _FORMATS}
+    pictures = reader.pictures(sample, others, EXTENSIONS)
     if not pictures and not of_masks:
         return None
     # A picture may be a .png, too, where its mask has a name of its own.

@@ -144,7 +144,7 @@ class TarReader:
                 if kind in _FILES and not name.endswith(b"/"):
                     yield name.removeprefix(b"./"), data, size
                 said = {}
-        while position < length and (zeros := self.read(position, _ZEROS)):
+        while zeros := self.read(position, min(_ZEROS, length - position)):
             if zeros != bytes(len(zeros)):
                 raise UsageError(
                     f"{self._path} has members behind its end mark, as files that were joined with cat have. "
@@ -195,7 +195,7 @@ class TarReader:
                     name,
                     f"is no picture of a sample: it is of the key {key!r}, which ends at the first dot of a "
                     "file's name",
-                    f"Rename it and what is of it before packing, such as "
+                    "Rename it and what belongs to it before packing, such as "
                     f"{base}{stem.replace('.', '_')}.{form}",
                 )
         return pictures
