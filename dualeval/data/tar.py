@@ -144,7 +144,7 @@ class TarReader:
                 if kind in _FILES and not name.endswith(b"/"):
                     yield name.removeprefix(b"./"), data, size
                 said = {}
-        while zeros := self.read(position, min(_ZEROS, length - position)):
+        while position < length and (zeros := self.read(position, _ZEROS)):
             if zeros != bytes(len(zeros)):
                 raise UsageError(
                     f"{self._path} has members behind its end mark, as files that were joined with cat have. "
