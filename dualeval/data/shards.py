@@ -55,7 +55,7 @@ def _refuse_parts(folder: Path, paths: list[Path]) -> None:
         of_parts.setdefault("-".join(word for word in words if word in PARTS), []).append(path)
     named = sorted(of_parts.keys() - {""})
     if len(named) > 1:
-        last = of_parts[max(named, key=PARTS.index)][-1]
+        last = of_parts[max(named, key=lambda name: PARTS.index(name.rpartition("-")[2]))][-1]
         pattern = _NUMBER.sub(lambda match: f"{{{'0' * len(match[0])}..{match[0]}}}", last.name, count=1)
         raise UsageError(
             f"data folder {folder} holds shards of several parts of a data set: "
