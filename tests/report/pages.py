@@ -117,6 +117,12 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         boxes = ((0.1, 0.1, 0.9, 0.8, "#00ff00", MARKUP), (0.5, 0.5, 2.0, 0.9, "#ff0000", ESCAPES))
         layers: dict[str, Any] = {"mask": Image.new("RGBA", picture, (255, 0, 0, 99)), MARKUP: boxes}
         things[0] = replace(things[0], layers=layers)
+    if number % 8 == 5:
+        tokens = tuple(
+            (text, at / 4) for at, text in enumerate(("One", " two", f" {MARKUP}", f" {ESCAPES}") * 12)
+        )
+        things[1] = Shown(kind="tokens", text="".join(text for text, _ in tokens), tokens=tokens)
+        things[2] = replace(things[1], beside=(3.0,) * len(tokens))
     return SampleShown(
         id=f"val/{target}/{number}",
         index=number,

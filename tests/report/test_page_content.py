@@ -227,6 +227,25 @@ def test_of_an_answer_the_other_run_shows_what_differs() -> None:
     assert others_than(own, own) == ()
 
 
+def test_of_the_same_tokens_the_other_run_shows_the_difference() -> None:
+    def show(*losses: float, texts: tuple[str, ...] = ("a", " b")) -> list[Shown]:
+        return [Shown(kind="tokens", text="".join(texts), tokens=(*zip(texts, losses, strict=True),))]
+
+    [one], [other], plain = show(1.0, 2.0), show(1.5, 2.0), [Shown(kind="text", text="a b")]
+    assert others_than([one], [other]) == (replace(other, beside=(1.0, 2.0)),)
+    assert others_than([one], [one]) == others_than([one], plain) == ()
+    # Of other tokens, and beside a text without losses, those of the other run.
+    divided = show(1.0, 1.0, 1.0, texts=("a", " ", "b"))
+    assert others_than([one], divided) == (*divided,) and others_than(plain, [other]) == (other,)
+
+    class Task:
+        def show(self, row: Any) -> Any:
+            return [[("a", 1), (" b", 2.0)]] if row["index"] else [[("a",)]]
+
+    assert things_of(Task(), {"index": 1}) == (one,)
+    assert things_of(Task(), {"index": 0})[0].kind == "error"
+
+
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """What is not there is empty: also of a result of an earlier version, without scores."""
     import pyarrow

@@ -188,6 +188,35 @@ def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file:
     visit.end()
 
 
+def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    tokens, differences = page.locator("#cards .card:nth-child(6) .tokens").all()
+    assert tokens.locator("span").all_inner_texts()[2:4] == [f" {MARKUP}", f" {ESCAPED}"]
+    colours = [
+        each.locator("span").nth(at).evaluate("(each) => getComputedStyle(each).backgroundColor")
+        for each in (tokens, differences)
+        for at in (0, 16, 47)
+    ]
+    assert len({*colours}) == 5  # nothing, and two steps of one colour; of differences also another colour
+    page.locator("#cards .card:nth-child(6) .id a").click()
+    text = page.locator("#large .tokens").first
+    text.focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    said = "[document.activeElement.title, getComputedStyle(document.activeElement, '::after').content]"
+    assert page.evaluate(said) == ["0.75", '"0.75"']
+    # The sample is the same, and its legend is there.
+    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/5"
+    assert page.locator("#large .steps").first.is_visible()
+    page.focus("#next")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#large .id").inner_text() == f"val/{ESCAPED}/6"
+    assert not page.locator("#large .steps").first.is_visible()
+    visit.end()
+
+
 def _samples() -> list[tuple[int, str]]:
     names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
     return [(at, names[at % 5]) for at in range(40)]

@@ -309,7 +309,7 @@ async function step(by) {
 on(one("#previous"), "click", () => step(-1));
 on(one("#next"), "click", () => step(1));
 on(one("#close"), "click", () => large.close());
-on(large, "keydown", (event) => { if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
+on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
 on(large, "click", (event) => { if (event.target === large) large.close(); });
 on(large, "close", () => history.replaceState(null, "", location.pathname));
 on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
@@ -326,6 +326,17 @@ on(document, "change", ({ target }) => {
   const same = (selector, name) => all(selector).filter((each) => name(each) === target.value);
   same(".legend input", (each) => each.value).forEach((each) => { each.checked = target.checked; });
   same("[data-layer]", (each) => each.dataset.layer).forEach((each) => { each.hidden = !target.checked; });
+});
+
+// Tokens: arrow keys lead from one to the next, and one with the focus shows its number.
+const focusToken = (token) => { if (token) { token.tabIndex = -1; token.focus(); } };
+on(document, "click", ({ target }) => { if (target.matches(".tokens span")) focusToken(target); });
+on(document, "keydown", (event) => {
+  const within = event.target.closest(".tokens"), by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!within || !by) return;
+  const tokens = all("span", within);
+  event.preventDefault();
+  focusToken(tokens[tokens.indexOf(event.target) + by]);
 });
 
 // The confusion matrix: its size, and from a cell to its samples.
