@@ -60,19 +60,27 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         warnings=[f"warned of {MARKUP}"],
         samples=[sample(number, picture) for number in range(count)],
         samples_total=10_000,
+        reasons={
+            "mistake": "most confident mistakes",
+            "loss": "highest loss",
+            "lost:0": f"right in {MARKUP}, wrong in net",
+            "gained:0": f"wrong in {MARKUP}, right in net",
+        },
         legend=f"Red is {MARKUP}.",
         colours={"mask": "#ff0000", MARKUP: "lime", "cat": "blue"},
         rows={
             "of": 20_000,
             "columns": [
                 {"name": "id", "texts": [f"val/{NAMES[at % 5]}/{at}" for at in range(500)]},
-                {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES},
-                {"name": "right", "values": [at % 2 for at in range(500)], "texts": ["right", "wrong"]},
+                {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES, "choice": True},
+                {"name": "right", "values": [at % 2 for at in range(500)], "texts": ["right", "wrong"]}
+                | {"choice": True},
                 {"name": "loss", "values": [None if at == 7 else (at * 37) % 500 for at in range(500)]},
                 {
                     "name": "right, less",
                     "values": [at % 3 % 2 for at in range(500)],
                     "texts": ["right", "wrong"],
+                    "choice": True,
                 },
             ],
         },

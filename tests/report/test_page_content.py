@@ -18,6 +18,7 @@ from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
 from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
@@ -57,7 +58,7 @@ def page(runs: tuple[Path, Path]) -> PageContent:
 
 
 def page_of(run: Path, task: Any = None, **more: Any) -> PageContent:
-    return build(read_result(run / "result.json"), run, task, **more)
+    return build(Runs.open(run, more.pop("against", ())), task, **more)
 
 
 def test_headlines_are_the_result_s(runs: tuple[Path, Path], page: PageContent) -> None:
@@ -95,7 +96,10 @@ def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     assert {*of["lost:0"]} <= {*a.id[lost]} and len(of["lost:0"]) == min(60, lost.sum())
     assert (page.against[0].lost, page.samples_total) == (lost.sum(), COUNT)
-    assert page.cut is not None and f"60 of {len(wrong)} (most confident mistakes)" in page.cut
+    assert page.cut is not None and f"most confident mistakes (60 of {len(wrong)})" in page.cut
+    assert page.cut.startswith(f"The page shows {len(page.samples)} of {COUNT} samples: ")
+    assert page.reasons["lost:0"] == f"right in {page.against[0].name}, wrong in {page.name}"
+    assert "here" not in page.cut
     card = page.samples[0]
     row = wrong.iloc[0]
     assert (card.confidence, card.loss, card.correct) == (row.confidence, row.loss, False)
@@ -176,7 +180,7 @@ def test_an_error_in_show_costs_its_samples_card_alone(page: PageContent) -> Non
     picture, table = shown[0][0].picture, shown[2][0].table
     assert picture is not None and picture.size == (240, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
     assert table["number"] == "1"
-    assert shown[3][0].text == "TypeError: show returned a int: expected a PIL picture, a text or a mapping"
+    assert shown[3][0].text.startswith("TypeError: show returned a int: expected a PIL picture, a text, a ")
     assert shown[4][0].text == "ValueError: a picture has 0 x 5 pixels"
     assert shown[6][0].text == f"RuntimeError: no picture of {EVIL[0]}"
     assert str(shown[7][0].text).startswith("SystemExit")
@@ -255,7 +259,7 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
     fields: Any = {**without, "metrics": {"length": 2.0, "confusion_matrix": None}}
     run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
     result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
-    found = build(result, run)
+    found = build(Runs(name="run", rows=JudgedRows(run, result), others={}))
     assert (found.samples, found.class_rows, found.confusion, found.calibration) == ([], [], [], [])
     assert found.cut is None and found.against == []
     with pytest.raises(UsageError):

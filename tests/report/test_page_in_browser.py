@@ -128,7 +128,7 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
 
     page.select_option("#row-filters select >> nth=1", label="wrong")
     assert page.inner_text("#rows-found").startswith("250 of 500")
-    page.select_option("#row-filters select >> nth=3", label="right there, wrong here")
+    page.select_option("#row-filters select >> nth=3", label="right in less, wrong in net")
     wanted = sum(at % 2 == 1 and at % 3 % 2 == 0 for at in range(500))
     assert page.inner_text("#rows-found").startswith(f"{wanted} of 500")
     visit.end()

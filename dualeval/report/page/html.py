@@ -95,7 +95,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
             (each, *_texts(each.value, (each.low, each.high), each.unit)) for each in content.headlines
         ],
         has_ends=any(each.low is not None for each in content.headlines),
-        reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+        reasons={reason: content.reasons[reason] for card in cards for reason in card["of"].reasons},
         marks=_marks(content.colours, cards),
         steps=_steps(content.name, cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
@@ -128,20 +128,6 @@ def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) 
         return "none", ""
     shown, *texts = shown_numbers(value, *(end for end in ends if end is not None), unit=unit)
     return shown, " to ".join(texts)
-
-
-def _reason(reason: str, content: PageContent) -> str:
-    kind, _, number = reason.partition(":")
-    run, other = content.name, content.against[int(number)].name if number else ""
-    return {
-        "asked": "the sample that was asked for",
-        "mistake": "confident mistakes",
-        "loss": f"worst by {content.worst_by}",
-        "lost": f"right in {other}, wrong in {run}",
-        "gained": f"wrong in {other}, right in {run}",
-        "worse": f"worse in {run} than in {other} by {content.worst_by}",
-        "better": f"better in {run} than in {other} by {content.worst_by}",
-    }.get(kind, reason)
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -188,15 +174,16 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     for number, each in enumerate(content.against):
         columns = ("metric", each.name, content.name, "difference", "95 % interval", "p", "verdict")
         flips = [
-            (reason, count, _reason(reason, content))
+            (reason, count, content.reasons[reason])
             for reason, count in ((f"lost:{number}", each.lost), (f"gained:{number}", each.gained))
+            if count is not None
         ]
         rows = [_compared(row, content.name) for row in each.rows]
         blocks.append(
             {
                 "title": each.name,
                 "tables": [_table(f"Comparison with {each.name}", columns, rows)],
-                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips if n is not None],
+                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips],
                 "notes": each.notes,
             }
         )
