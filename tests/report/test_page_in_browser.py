@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,15 @@ def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file
     visit.end()
 
 
+def test_menus_without_a_choice_are_not_there(browser: Any, tmp_path: Path) -> None:
+    samples = [replace(each, target=None, prediction=None) for each in content(count=5).samples]
+    (tmp_path / "page.html").write_text(render(content(samples=samples)), "utf-8")
+    visit = Visit(browser, tmp_path / "page.html")
+    shown = visit.page.locator("#filters select:visible").all()
+    assert [each.get_attribute("data-by") for each in shown] == ["reason", "facet scanner", f"facet {MARKUP}"]
+    visit.end()
+
+
 def _samples() -> list[tuple[int, str]]:
     names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
     return [(at, names[at % 5]) for at in range(40)]
@@ -238,6 +248,10 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     visit.end()
 
 
+def serious(found: Any) -> list[Any]:
+    return [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path, theme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
@@ -247,8 +261,15 @@ def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     found = Axe().run(page).response
     assert found["testEngine"]["name"] == "axe-core" and found["url"] == file.as_uri()
-    serious = [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
-    assert serious == []
+    assert serious(found) == []
+    # A picture with layers, boxes among them, and texts by the losses of their tokens, alone.
+    for place, within in ((5, "[data-layer]"), (6, ".tokens")):
+        page.locator(f"#cards .card:nth-child({place}) .id a").click()
+        page.locator(f"#large {within}").first.wait_for()
+        if within == ".tokens":
+            page.locator("#large .tokens").first.press("ArrowRight")
+        assert serious(Axe().run(page, context="#large").response) == []
+        page.click("#close")
     # The other theme by the button, which a reload remembers.
     colours = [page.evaluate("getComputedStyle(document.body).backgroundColor")]
     while page.inner_text("#theme") != f"Theme: {'light' if theme == 'dark' else 'dark'}":
