@@ -17,13 +17,14 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.content import PageContent, _are_curves, _without_folders, build, limited_by
 from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
+from tests.report import pages
 from tests.vehicles.tiny import CLASSES
 
 COUNT = 600
@@ -321,6 +322,20 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
     assert not {"folder", "job file"} & {*dict(found.provenance)}
     assert {card.shown[0].text for card in found.samples} == {"OSError: …/a b.png: no such file"}
     assert "/data/raw" not in str(found) and str(runs[1]) not in str(replace(found, against=()))
+    # A group's name is one in the comparison, too.
+    plain = pages.content()
+    of_file = {"file": {"/data/raw/a.png": {"top1": (1.0, "", "")}}}
+    named = replace(
+        plain,
+        slices={"file": [pages.group("/data/raw/a.png", 1)]},
+        against=[replace(plain.against[0], slices=of_file)],
+    )
+    short = _without_folders(named)
+    assert (
+        [group["label"] for group in short.slices["file"]]
+        == [*short.against[0].slices["file"]]
+        == ["…/a.png"]
+    )
     whole = page_of(runs[1], task, command=command, paths=True)
     assert dict(whole.provenance)["folder"] == str(runs[1]) and str(runs[1]) in str(whole)
 

@@ -322,7 +322,7 @@ class Loaded:
             # -100 stands for an answer that nobody knows.
             places = [each for each in found if isinstance(each, str) or 0 <= each < len(choices)]
             found = [each if isinstance(each, str) else choices[each] for each in places]
-        return [*map(str, found)]
+        return [text for text in map(str, found) if text.strip()]
 
     def versions(self) -> dict[str, Any]:
         return {name: task.VERSION for name, task in self.tasks.items()}
