@@ -124,6 +124,9 @@ def test_all_rows_of_both_runs_are_in_the_table(runs: tuple[Path, Path], page: P
     assert values_of(page, "tokens") == [*b.tokens]
     right = ["right" if each else "wrong" for each in a.target == a.prediction]
     assert values_of(page, f"right, {page.against[0].name}") == right
+    # Of ids there is one a row: they are searched for.
+    chosen = [each["name"] for each in page.rows["columns"] if each.get("choice")]
+    assert chosen == ["target", "prediction", "right", "prediction, a", "right, a"]
 
 
 def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
