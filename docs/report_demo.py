@@ -4,7 +4,7 @@
 
 ``--pictures`` also draws the pictures of docs/report.md, with chromium.
 
-Five jobs of seconds each: pictures and boxes by two checkpoints, answers, masks, texts. All is made
+Six jobs of seconds each: pictures, boxes and documents by two checkpoints, answers, masks, texts. All is made
 here but the pictures of clothes, which are the package's. Their training set is not: the lesser checkpoint
 has seen 2,000 of the 10,000 test pictures once, and both are evaluated on the other 8,000.
 """
@@ -282,6 +282,36 @@ def questions(folder: Path) -> None:
     evaluate(folder, "questions", "--task", "question-answering", *words)
 
 
+def documents(folder: Path) -> None:
+    """Stories by two states of a language model, with the loss of each word."""
+    draw, encode = random.Random(0), tokenizer()
+    stories = []
+    for _ in range(900):
+        name, thing, praise = draw.choice(_NAMES), draw.choice(_THINGS), draw.choice((*_PRAISE, *_BLAME))
+        deeds = " ".join(f"{name} {draw.choice(_DEEDS)} the {thing}." for _ in range(draw.randrange(1, 4)))
+        stories.append(f"{deeds} The {thing} is {praise}. {draw.choice(_NAMES)} is not {praise}.")
+    config = transformers.GPT2Config(
+        vocab_size=len(encode), n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=2, eos_token_id=3
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    made = encode([f"[CLS] {each}" for each in stories[:800]], add_special_tokens=False, padding="max_length")
+    samples = [(ids, ids) for ids in torch.tensor(made["input_ids"])]
+    rows = "".join(f"{json.dumps({'text': each})}\n" for each in stories[800:])
+    (folder / "documents.jsonl").write_text(rows, "utf-8")
+
+    def loss_of(inputs: Any, _: Any) -> Any:
+        return model(inputs, labels=inputs.where(inputs > 0, -100)).loss
+
+    encode.bos_token, encode.eos_token = "[CLS]", "[SEP]"
+    for name, rounds in (("less-documents", 1), ("documents", 5)):
+        train(model.train(), samples, rounds, loss_of, size=20, rate=4e-3)
+        save(model, encode, folder / f"{name}-model")
+        words = ["--model", f"{name}-model", "--data", "documents.jsonl", "--keep-losses"]
+        evaluate(folder, name, "--task", "language-modeling", *words, report=False)
+    command = [sys.executable, "-m", "dualeval", "report", "documents", "--against", "less-documents"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
+
+
 def save(model: Any, encode: Any, folder: Path) -> None:
     """Write a model's folder as the library does."""
     model.eval().save_pretrained(folder)
@@ -312,11 +342,11 @@ def draw_pictures(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make all five, and say where the pages are."""
+    """Make all six, and say where the pages are."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # for models this small more are in each other's way
-    for make in (clothes, questions, masks, boxes, texts):
+    for make in (clothes, questions, masks, boxes, texts, documents):
         torch.manual_seed(0)
         make(folder)
         print(folder / make.__name__ / "report.html", flush=True)

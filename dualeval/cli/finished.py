@@ -23,6 +23,7 @@ from dualeval.result import JOB, REPORT, json_text
 
 if TYPE_CHECKING:
     from dualeval.comparison.worst import JudgedRows, Sample
+    from dualeval.report.page.runs import Runs
 
 
 @click.command()
@@ -94,20 +95,22 @@ def report(
     if port is not None and not serve:
         raise UsageError(f"--port {port} is for a page that is served: also give --serve.")
     task, problem = _task_of(run)
-    if serve:
-        _serve(run, task, against, problem, port or 0)
-        return
     from dualeval.report.page.page import content_of, write_page
+    from dualeval.report.page.runs import Runs
 
+    runs = Runs.open(run, against)
+    if serve:
+        _serve(runs, task, problem, port or 0)
+        return
     page = out or run / REPORT
-    write_page(content_of(run, task, against=against, problem=problem, paths=paths), page)
+    write_page(content_of(runs, task, problem=problem, paths=paths), page)
     click.echo(f"the report is in {page}")
 
 
-def _serve(run: Path, task: Any, against: Sequence[Path], problem: str, port: int) -> None:
+def _serve(runs: Runs, task: Any, problem: str, port: int) -> None:
     from dualeval.report.page.server import PageServer, ServedPage
 
-    with PageServer(ServedPage(run, task, against=against, problem=problem), port) as server:
+    with PageServer(ServedPage(runs, task, problem=problem), port) as server:
         click.echo(f"the report is at {server.address}\nCtrl-C ends it.")
         # That is how one leaves it: nothing is cut short.
         with suppress(KeyboardInterrupt):
@@ -289,14 +292,14 @@ def show(
     comparison = (
         None if other is None else compare_runs(other, run, metrics=() if metric is None else (metric,))
     )
-    lists = rows.lists(comparison)
+    lists = rows.lists(comparison, (str(other), str(run)))
     chosen_of = {listed.title: rows.worst(listed, worst or _WORST, classes) for listed in lists}
     if other is not None and not lists and classes is None:
         # Where no sample is right or wrong, none flips.
         worse = rows.changed(JudgedRows.open(other, metric))
         if worse is not None:
             chosen_of = {
-                f"{how} than there": highest(sign * worse, worst or _WORST)
+                f"{how} in {run} than in {other}": highest(sign * worse, worst or _WORST)
                 for how, sign in (("worse", 1), ("better", -1))
             }
     if not chosen_of:
@@ -307,7 +310,7 @@ def show(
     if comparison is not None:
         click.echo(printable(comparison.said_of(str(run))))
     for title, chosen in chosen_of.items():
-        click.echo(f"{title}: {len(chosen.places):,} of {chosen.of:,}")
+        click.echo(f"{printable(title)}: {len(chosen.places):,} of {chosen.of:,}")
         _print_samples(rows, rows.samples(chosen.places))
     if (folder := _folder_of_ids(rows)) is not None:
         click.echo(f"files are below {printable(folder)}")
@@ -317,9 +320,10 @@ def _open_sample(name: str, run: Path, against: Sequence[Path]) -> None:
     """Write the page with a sample's card, and print its address; on a terminal, a browser opens it."""
     from dualeval.report.page.html import seen
     from dualeval.report.page.page import content_of, write_page
+    from dualeval.report.page.runs import Runs
 
     task, problem = _task_of(run)
-    content = content_of(run, task, against=against, problem=problem, sample=name)
+    content = content_of(Runs.open(run, against), task, problem=problem, sample=name)
     write_page(content, run / REPORT)
     # As the page calls it: without the folders of an absolute path.
     called = quote(seen(content.samples[0].id), safe="")

@@ -173,11 +173,16 @@ class JudgedRows:
                     named += f" of {listed(score.where_is, 3)}"
                 yield Measure(name=named, score=score, high=direction == "lower")
 
-    def lists(self, comparison: Comparison | None = None) -> list[Listed]:
-        """Mistakes and losses; or the samples that a comparison with this run as B says have changed."""
+    def lists(
+        self, comparison: Comparison | None = None, names: tuple[str, str] = ("A", "B")
+    ) -> list[Listed]:
+        """Mistakes and losses; or the samples that a comparison with this run as B says have changed.
+
+        ``names`` are those of A and B.
+        """
         if comparison is not None:
-            flips = flips_of(comparison)
-            titles = {"lost": "right there, wrong here", "gained": "wrong there, right here"}
+            flips, (a, b) = flips_of(comparison), names
+            titles = {"lost": f"right in {a}, wrong in {b}", "gained": f"wrong in {a}, right in {b}"}
             return [
                 Listed(change, title, "any", self._with_ids(getattr(flips, change)))
                 for change, title in titles.items()

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from dualeval.models.adapters import Adapter
 
 _MOST_TOKENS = 10**9
+# UTF-8 has at most 4 bytes a character, and a token at least one.
+_CHARACTER_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,12 +328,18 @@ def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
 
     In float32 for each token, and added up in float64.
     """
-    return torch.stack(
-        [
-            cross_entropy(logits, targets, reduction="none").double().sum()
-            for logits, targets in predicted(model, group)
-        ]
-    )
+    return sums_of(token_losses_of(model, group))
+
+
+def token_losses_of(model: nn.Module, group: Mapping[str, Any]) -> list[Tensor]:
+    """The negative log-likelihood of each predicted token of each row, float32."""
+    pairs = predicted(model, group)
+    return [cross_entropy(logits, targets, reduction="none") for logits, targets in pairs]
+
+
+def sums_of(losses: Sequence[Tensor]) -> Tensor:
+    """The sum of each row's losses, float64."""
+    return torch.stack([each.double().sum() for each in losses])
 
 
 def predicted(model: nn.Module, group: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -407,6 +415,20 @@ class CausalTokens:
         stem = context.rstrip()
         before = self.encode(stem)
         return before, self.encode(context + continuation)[len(before) :]
+
+    def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+        """The text of each token, with 1; or of several, with their number, where they make one character."""
+        before, start = 0, 0
+        for stop in range(1, len(ids) + 1):
+            # Some decoders leave out a space at the beginning, so none begins with the piece itself.
+            known, text = (
+                self.fast.decode(ids[before:end], skip_special_tokens=False) for end in (start, stop)
+            )
+            is_part = text.endswith("\ufffd") or len(text) <= len(known)
+            if is_part and stop < len(ids) and stop - start < _CHARACTER_TOKENS:
+                continue
+            yield text[len(known) :], stop - start
+            before, start = start, stop
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without those that end or begin one."""

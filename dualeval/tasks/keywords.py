@@ -132,6 +132,7 @@ class LanguageModelingKeywords(TypedDict, total=False):
     quoting: Literal["none", "standard"] | None
     max_length: int | None
     stride: int | None
+    keep_losses: bool
     target_delimiter: str
     max_new_tokens: int
     stop_at_newline: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns.of_data import KeptColumns, WithColumns
-from dualeval.columns.ragged import Column, Ragged, Text
+from dualeval.columns.ragged import Column, Ragged, Text, as_column
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of, choices_of
 from dualeval.data.table import DataRows
 from dualeval.data.token_groups import DocumentWindows, collate_prompts, collate_sequences
@@ -25,10 +26,12 @@ from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import plain_text
 from dualeval.models.answering import Answering
 from dualeval.models.generation import NONE, Way
-from dualeval.models.text_models import CausalTokens, losses_of, search_warnings
+from dualeval.models.text_models import CausalTokens, losses_of, search_warnings, sums_of, token_losses_of
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 _SIZES = ("tokens", "bytes", "words")
+# With --keep-losses.
+TOKEN_IDS, TOKEN_LOSSES = "token_ids", "token_losses"
 
 
 class Kind:
@@ -50,11 +53,12 @@ class Kind:
 class Documents(Kind):
     """Windows of documents, each token predicted once."""
 
-    rows = ("nll", *_SIZES, "document")
     cluster = "document"
 
-    def __init__(self, windows: DocumentWindows) -> None:
+    def __init__(self, windows: DocumentWindows, *, keep_losses: bool = False) -> None:
         self._windows = windows
+        self._keep_losses = keep_losses
+        self.rows = ("nll", *_SIZES, "document", *[TOKEN_IDS, TOKEN_LOSSES] * keep_losses)
 
     def dataset(self) -> DocumentWindows:
         return self._windows
@@ -63,15 +67,42 @@ class Documents(Kind):
         sizes = {name: torch.tensor([each[name] for each in samples]) for name in _SIZES}
         return {**collate_sequences([each["sequences"] for each in samples]), **sizes}
 
-    def observe(self, outputs: list[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
+        if not self._keep_losses:
+            return super().forward(model, batch)
+        return [token_losses_of(model, group) for group in batch["groups"]]
+
+    def observe(self, outputs: list[Any], batch: Mapping[str, Any]) -> dict[str, Column]:
         # A window that could not be read has no sequence.
         nll = torch.zeros(len(batch["tokens"]), dtype=torch.float64, device=batch["tokens"].device)
+        kept: dict[str, Column] = {}
+        if self._keep_losses:
+            losses = [nll.new_zeros(0, dtype=torch.float32)] * len(nll)
+            of_rows = [each for group in outputs for each in group]
+            for owner, place in zip(batch["owners"].tolist(), batch["places"].tolist(), strict=True):
+                losses[owner] = of_rows[place]
+            kept[TOKEN_LOSSES] = as_column(TOKEN_LOSSES, losses)
+            outputs = [sums_of(group) for group in outputs]
         if outputs:
             nll[batch["owners"]] = torch.cat(outputs)[batch["places"]]
-        return {"nll": nll, **{name: batch[name] for name in _SIZES}}
+        return {"nll": nll, **{name: batch[name] for name in _SIZES}, **kept}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
-        return {**columns, "document": Text(self._windows.document(index) for index in samples)}
+        columns = {**columns, "document": Text(self._windows.document(index) for index in samples)}
+        if self._keep_losses:
+            ids = [torch.tensor(self._windows.predicted(at), dtype=torch.int32) for at in samples]
+            columns[TOKEN_IDS] = as_column(TOKEN_IDS, ids)
+        return columns
+
+    def show(self, index: int, row: Mapping[str, Any], tokens: CausalTokens) -> Any:
+        """What a window predicts; each token with its loss where the row has them."""
+        ids = self._windows.predicted(index)
+        if row.get(TOKEN_LOSSES) is None:
+            return tokens.text(ids)
+        if row[TOKEN_IDS] != ids:  # of another run
+            return {"losses": "those of other tokens: the runs' tokenizers, or their windows, differ"}
+        losses = iter(row[TOKEN_LOSSES])
+        return [[(text, sum(itertools.islice(losses, count))) for text, count in tokens.pieces(ids)]]
 
 
 @dataclass(kw_only=True, eq=False)

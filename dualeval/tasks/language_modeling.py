@@ -36,7 +36,7 @@ _LONGEST = 2048
 _WORDS = {DOCUMENTS: "documents", CHOICES: "rows with choices", ANSWERS: "rows with prompt and answer"}
 # The options that only one kind of data has.
 _KIND_OF = {
-    "stride": DOCUMENTS,
+    **dict.fromkeys(("stride", "keep_losses"), DOCUMENTS),
     "target_delimiter": CHOICES,
     **dict.fromkeys(("max_new_tokens", "stop_at_newline", "stop", "think_end", "extract", "ignore"), ANSWERS),
     **dict.fromkeys(("temperature", "top_p", "answers_per_prompt", "answers_seed"), ANSWERS),
@@ -56,8 +56,8 @@ class LanguageModeling(CausalTask):
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
             weights, weights_key, weights_prefix, adapter, trust_checkpoint, text, quoting, keep, max_length,
-            stride, target_delimiter, max_new_tokens, stop_at_newline, stop, think_end, extract, temperature,
-            top_p, answers_per_prompt, answers_seed, ignore.
+            stride, keep_losses, target_delimiter, max_new_tokens, stop_at_newline, stop, think_end, extract,
+            temperature, top_p, answers_per_prompt, answers_seed, ignore.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
@@ -111,8 +111,9 @@ class LanguageModeling(CausalTask):
                     f"--stride {options['stride']} is more than the {length} tokens of a window "
                     "(--max-length): no window can predict so many. Give a smaller one."
                 )
-            texts, kept = self._data.documents, self._data.kept
-            return Documents(DocumentWindows(texts, tokens.fast, prefix=tokens.prefix, kept=kept, **options))
+            windows = {"prefix": tokens.prefix, "max_length": length, "stride": options["stride"]}
+            texts = DocumentWindows(self._data.documents, tokens.fast, kept=self._data.kept, **windows)
+            return Documents(texts, keep_losses="keep_losses" in options)
         if self._data.kind == CHOICES:
             return Choices(of=rows, tokens=tokens, **options)
         if options["max_new_tokens"] >= length:
@@ -191,7 +192,7 @@ class LanguageModeling(CausalTask):
         kind = self._kind
         index = place_of(kind.dataset(), row)
         if isinstance(kind, Documents):
-            return self._tokens.text(kind.dataset().predicted(index))
+            return kind.show(index, row, self._tokens)
         return kind.show(index, row)
 
     def options(self) -> dict[str, Any]:
@@ -253,7 +254,9 @@ def _of_kind(data: LanguageData, settings: LanguageModelingOptions) -> dict[str,
                 f"--{name.replace('_', '-')} is for {_WORDS[kind]}, and {data.of} has {_WORDS[data.kind]}. "
                 "Leave it out."
             )
-    return {name: getattr(settings, name) for name, kind in _KIND_OF.items() if kind == data.kind}
+    values = {name: getattr(settings, name) for name, kind in _KIND_OF.items() if kind == data.kind}
+    # Without it jobs are the same as before there was the option.
+    return {name: value for name, value in values.items() if name != "keep_losses" or value}
 
 
 def _read(data: str | Path | PythonRows, settings: LanguageModelingOptions, cache: DataCache) -> LanguageData:

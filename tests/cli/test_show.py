@@ -91,9 +91,9 @@ def test_flips_against_lists_samples_lost_and_gained(runs: tuple[Path, Path]) ->
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     lines = typed(runs[1], "--flips-against", runs[0], "--worst", 3)
     assert lines[0] == dualeval.compare(*runs).said_of(str(runs[1]))
-    assert lines[1] == f"right there, wrong here: 3 of {lost.sum()}"
+    assert lines[1] == f"right in {runs[0]}, wrong in {runs[1]}: 3 of {lost.sum()}"
     assert {line.split()[0] for line in lines[3:6]} <= {*a.id[lost]}
-    assert lines[7].startswith("wrong there, right here: 3 of ")
+    assert lines[7].startswith(f"wrong in {runs[0]}, right in {runs[1]}: 3 of ")
 
 
 def test_names_cannot_move_the_cursor(runs: tuple[Path, Path]) -> None:

@@ -60,19 +60,27 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         warnings=[f"warned of {MARKUP}"],
         samples=[sample(number, picture) for number in range(count)],
         samples_total=10_000,
+        reasons={
+            "mistake": "most confident mistakes",
+            "loss": "highest loss",
+            "lost:0": f"right in {MARKUP}, wrong in net",
+            "gained:0": f"wrong in {MARKUP}, right in net",
+        },
         legend=f"Red is {MARKUP}.",
         colours={"mask": "#ff0000", MARKUP: "lime", "cat": "blue"},
         rows={
             "of": 20_000,
             "columns": [
                 {"name": "id", "texts": [f"val/{NAMES[at % 5]}/{at}" for at in range(500)]},
-                {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES},
-                {"name": "right", "values": [at % 2 for at in range(500)], "texts": ["right", "wrong"]},
+                {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES, "choice": True},
+                {"name": "right", "values": [at % 2 for at in range(500)], "texts": ["right", "wrong"]}
+                | {"choice": True},
                 {"name": "loss", "values": [None if at == 7 else (at * 37) % 500 for at in range(500)]},
                 {
                     "name": "right, less",
                     "values": [at % 3 % 2 for at in range(500)],
                     "texts": ["right", "wrong"],
+                    "choice": True,
                 },
             ],
         },
@@ -117,6 +125,12 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         boxes = ((0.1, 0.1, 0.9, 0.8, "#00ff00", MARKUP), (0.5, 0.5, 2.0, 0.9, "#ff0000", ESCAPES))
         layers: dict[str, Any] = {"mask": Image.new("RGBA", picture, (255, 0, 0, 99)), MARKUP: boxes}
         things[0] = replace(things[0], layers=layers)
+    if number % 8 == 5:
+        tokens = tuple(
+            (text, at / 4) for at, text in enumerate(("One", " two", f" {MARKUP}", f" {ESCAPES}") * 12)
+        )
+        things[1] = Shown(kind="tokens", text="".join(text for text, _ in tokens), tokens=tokens)
+        things[2] = replace(things[1], beside=(3.0,) * len(tokens))
     return SampleShown(
         id=f"val/{target}/{number}",
         index=number,

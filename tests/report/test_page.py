@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -130,6 +131,27 @@ def test_a_long_text_is_folded_and_a_short_one_is_not() -> None:
     )
     assert "p" * 500 in cards and "d" * 500 in cards
     assert "z" * 4000 in cards and "z" * 4001 not in cards and "(9,000 letters)" in cards
+
+
+def test_of_tokens_there_are_the_first_with_their_losses() -> None:
+    tokens = tuple((f"{MARKUP} {at}", loss) for at, loss in enumerate([0.5, 1, 3.999, 8, math.nan] * 200))
+    shown = Shown(kind="tokens", tokens=tokens)
+    other = replace(shown, beside=(0.75, 0, 4.5, 0, 0) * 200)
+    whole = sample(0, (28, 28))
+    samples = [replace(whole, shown=(shown,), others=(replace(whole.others[0], shown=(other,)),))]
+    page = render(content(samples=samples))
+    cards = page[page.index('<div class="cards"') : page.index('id="more"')]
+    spans = [each for tag, each in Elements(cards).found if tag == "span" and "title" in each]
+    first, beside = spans[:5], spans[600:605]
+    assert len(spans) == 1200 and cards.count("… and 400 more") == 2 and MARKUP not in page
+    assert [(each["class"], each["title"]) for each in first] == [
+        *(("o0", "0.50"), ("o2", "1.00"), ("o4", "4.00"), ("o9", "8.00"), ("o9", "nan"))
+    ]
+    assert [(each["class"], each["title"]) for each in beside] == [
+        *(("o3", "+0.25"), ("d6", "-1.00"), ("o3", "+0.50"), ("d9", "-8.00"), ("o9", "+nan"))
+    ]
+    assert page.count('class="legend steps"') == 4  # above the cards, and in the large view
+    assert "steps" not in render(content(count=1)).partition("</style>")[2]
 
 
 def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:

@@ -17,12 +17,14 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.content import PageContent, _are_curves, _without_folders, build, limited_by
+from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
 from tests.comparison.conftest import two_runs
 from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
+from tests.report import pages
 from tests.vehicles.tiny import CLASSES
 
 COUNT = 600
@@ -57,7 +59,7 @@ def page(runs: tuple[Path, Path]) -> PageContent:
 
 
 def page_of(run: Path, task: Any = None, **more: Any) -> PageContent:
-    return build(read_result(run / "result.json"), run, task, **more)
+    return build(Runs.open(run, more.pop("against", ())), task, **more)
 
 
 def test_headlines_are_the_result_s(runs: tuple[Path, Path], page: PageContent) -> None:
@@ -95,7 +97,10 @@ def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     assert {*of["lost:0"]} <= {*a.id[lost]} and len(of["lost:0"]) == min(60, lost.sum())
     assert (page.against[0].lost, page.samples_total) == (lost.sum(), COUNT)
-    assert page.cut is not None and f"60 of {len(wrong)} (most confident mistakes)" in page.cut
+    assert page.cut is not None and f"most confident mistakes (60 of {len(wrong)})" in page.cut
+    assert page.cut.startswith(f"The page shows {len(page.samples)} of {COUNT} samples: ")
+    assert page.reasons["lost:0"] == f"right in {page.against[0].name}, wrong in {page.name}"
+    assert "here" not in page.cut
     card = page.samples[0]
     row = wrong.iloc[0]
     assert (card.confidence, card.loss, card.correct) == (row.confidence, row.loss, False)
@@ -119,6 +124,9 @@ def test_all_rows_of_both_runs_are_in_the_table(runs: tuple[Path, Path], page: P
     assert values_of(page, "tokens") == [*b.tokens]
     right = ["right" if each else "wrong" for each in a.target == a.prediction]
     assert values_of(page, f"right, {page.against[0].name}") == right
+    # Of ids there is one a row: they are searched for.
+    chosen = [each["name"] for each in page.rows["columns"] if each.get("choice")]
+    assert chosen == ["target", "prediction", "right", "prediction, a", "right, a"]
 
 
 def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
@@ -176,7 +184,7 @@ def test_an_error_in_show_costs_its_samples_card_alone(page: PageContent) -> Non
     picture, table = shown[0][0].picture, shown[2][0].table
     assert picture is not None and picture.size == (240, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
     assert table["number"] == "1"
-    assert shown[3][0].text == "TypeError: show returned a int: expected a PIL picture, a text or a mapping"
+    assert shown[3][0].text.startswith("TypeError: show returned a int: expected a PIL picture, a text, a ")
     assert shown[4][0].text == "ValueError: a picture has 0 x 5 pixels"
     assert shown[6][0].text == f"RuntimeError: no picture of {EVIL[0]}"
     assert str(shown[7][0].text).startswith("SystemExit")
@@ -227,6 +235,25 @@ def test_of_an_answer_the_other_run_shows_what_differs() -> None:
     assert others_than(own, own) == ()
 
 
+def test_of_the_same_tokens_the_other_run_shows_the_difference() -> None:
+    def show(*losses: float, texts: tuple[str, ...] = ("a", " b")) -> list[Shown]:
+        return [Shown(kind="tokens", text="".join(texts), tokens=(*zip(texts, losses, strict=True),))]
+
+    [one], [other], plain = show(1.0, 2.0), show(1.5, 2.0), [Shown(kind="text", text="a b")]
+    assert others_than([one], [other]) == (replace(other, beside=(1.0, 2.0)),)
+    assert others_than([one], [one]) == others_than([one], plain) == ()
+    # Of other tokens, and beside a text without losses, those of the other run.
+    divided = show(1.0, 1.0, 1.0, texts=("a", " ", "b"))
+    assert others_than([one], divided) == (*divided,) and others_than(plain, [other]) == (other,)
+
+    class Task:
+        def show(self, row: Any) -> Any:
+            return [[("a", 1), (" b", 2.0)]] if row["index"] else [[("a",)]]
+
+    assert things_of(Task(), {"index": 1}) == (one,)
+    assert things_of(Task(), {"index": 0})[0].kind == "error"
+
+
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """What is not there is empty: also of a result of an earlier version, without scores."""
     import pyarrow
@@ -236,7 +263,7 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
     fields: Any = {**without, "metrics": {"length": 2.0, "confusion_matrix": None}}
     run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
     result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
-    found = build(result, run)
+    found = build(Runs(name="run", rows=JudgedRows(run, result), others={}))
     assert (found.samples, found.class_rows, found.confusion, found.calibration) == ([], [], [], [])
     assert found.cut is None and found.against == []
     with pytest.raises(UsageError):
@@ -298,6 +325,20 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
     assert not {"folder", "job file"} & {*dict(found.provenance)}
     assert {card.shown[0].text for card in found.samples} == {"OSError: …/a b.png: no such file"}
     assert "/data/raw" not in str(found) and str(runs[1]) not in str(replace(found, against=()))
+    # A group's name is one in the comparison, too.
+    plain = pages.content()
+    of_file = {"file": {"/data/raw/a.png": {"top1": (1.0, "", "")}}}
+    named = replace(
+        plain,
+        slices={"file": [pages.group("/data/raw/a.png", 1)]},
+        against=[replace(plain.against[0], slices=of_file)],
+    )
+    short = _without_folders(named)
+    assert (
+        [group["label"] for group in short.slices["file"]]
+        == [*short.against[0].slices["file"]]
+        == ["…/a.png"]
+    )
     whole = page_of(runs[1], task, command=command, paths=True)
     assert dict(whole.provenance)["folder"] == str(runs[1]) and str(runs[1]) in str(whole)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
 
     page.select_option("#row-filters select >> nth=1", label="wrong")
     assert page.inner_text("#rows-found").startswith("250 of 500")
-    page.select_option("#row-filters select >> nth=3", label="right there, wrong here")
+    page.select_option("#row-filters select >> nth=3", label="right in less, wrong in net")
     wanted = sum(at % 2 == 1 and at % 3 % 2 == 0 for at in range(500))
     assert page.inner_text("#rows-found").startswith(f"{wanted} of 500")
     visit.end()
@@ -188,6 +189,44 @@ def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file:
     visit.end()
 
 
+def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    tokens, differences = page.locator("#cards .card:nth-child(6) .tokens").all()
+    assert tokens.locator("span").all_inner_texts()[2:4] == [f" {MARKUP}", f" {ESCAPED}"]
+    colours = [
+        each.locator("span").nth(at).evaluate("(each) => getComputedStyle(each).backgroundColor")
+        for each in (tokens, differences)
+        for at in (0, 16, 47)
+    ]
+    assert len({*colours}) == 5  # nothing, and two steps of one colour; of differences also another colour
+    page.locator("#cards .card:nth-child(6) .id a").click()
+    text = page.locator("#large .tokens").first
+    text.focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    said = "[document.activeElement.title, getComputedStyle(document.activeElement, '::after').content]"
+    assert page.evaluate(said) == ["0.75", '"0.75"']
+    # The sample is the same, and its legend is there.
+    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/5"
+    assert page.locator("#large .steps").first.is_visible()
+    page.focus("#next")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#large .id").inner_text() == f"val/{ESCAPED}/6"
+    assert not page.locator("#large .steps").first.is_visible()
+    visit.end()
+
+
+def test_menus_without_a_choice_are_not_there(browser: Any, tmp_path: Path) -> None:
+    samples = [replace(each, target=None, prediction=None) for each in content(count=5).samples]
+    (tmp_path / "page.html").write_text(render(content(samples=samples)), "utf-8")
+    visit = Visit(browser, tmp_path / "page.html")
+    shown = visit.page.locator("#filters select:visible").all()
+    assert [each.get_attribute("data-by") for each in shown] == ["reason", "facet scanner", f"facet {MARKUP}"]
+    visit.end()
+
+
 def _samples() -> list[tuple[int, str]]:
     names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
     return [(at, names[at % 5]) for at in range(40)]
@@ -209,6 +248,10 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     visit.end()
 
 
+def serious(found: Any) -> list[Any]:
+    return [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path, theme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
@@ -218,8 +261,15 @@ def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     found = Axe().run(page).response
     assert found["testEngine"]["name"] == "axe-core" and found["url"] == file.as_uri()
-    serious = [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
-    assert serious == []
+    assert serious(found) == []
+    # A picture with layers, boxes among them, and texts by the losses of their tokens, alone.
+    for place, within in ((5, "[data-layer]"), (6, ".tokens")):
+        page.locator(f"#cards .card:nth-child({place}) .id a").click()
+        page.locator(f"#large {within}").first.wait_for()
+        if within == ".tokens":
+            page.locator("#large .tokens").first.press("ArrowRight")
+        assert serious(Axe().run(page, context="#large").response) == []
+        page.click("#close")
     # The other theme by the button, which a reload remembers.
     colours = [page.evaluate("getComputedStyle(document.body).backgroundColor")]
     while page.inner_text("#theme") != f"Theme: {'light' if theme == 'dark' else 'dark'}":

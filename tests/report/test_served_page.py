@@ -21,6 +21,7 @@ from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.rows import columns_of
+from dualeval.report.page.runs import Runs
 from tests.comparison.test_comparison import table_of
 from tests.conftest import Launch
 from tests.report.test_page_content import COUNT, EVIL, runs
@@ -144,7 +145,7 @@ def test_what_makes_no_sense_is_refused_and_the_server_goes_on(address: str) -> 
 def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
     b = table_of(runs[1])
     ours, theirs = (JudgedRows.open(run) for run in runs[::-1])
-    columns = columns_of(ours, {"a": theirs})
+    columns = columns_of(Runs(name="b", rows=ours, others={"a": theirs}))
     table, names = AllRows(columns), [each.name for each in columns]
 
     def found(**wanted: Any) -> list[int]:

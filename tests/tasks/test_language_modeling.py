@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dualeval
 from dualeval.models.text_models import CausalTokens, read_tokenizer
 from dualeval.tasks.language_modeling import USE, LanguageModeling
 from dualeval.tasks.options.language_modeling import LanguageModelingOptions
@@ -124,6 +125,47 @@ def test_a_table_of_texts_has_the_metrics_of_their_files(made: Made, tmp_path: P
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "c.parquet")
     for data, options in ((lines, {}), (other, {"text": "body"}), (tmp_path / "c.parquet", {}), (table, {})):
         assert run(made["gpt2"], data, None, max_length=32, **options).metrics == wanted
+
+
+def test_kept_losses_are_those_of_each_token_and_change_no_figure(made: Made, tmp_path: Path) -> None:
+    plain = run(made["gpt2"], made["texts"], tmp_path / "plain", stride=40)
+    kept = run(made["gpt2"], made["texts"], tmp_path / "kept", stride=40, keep_losses=True)
+    assert kept.metrics_digest == plain.metrics_digest and kept.samples_digest == plain.samples_digest
+    table = rows(tmp_path / "kept")
+    assert {*table} - {*rows(tmp_path / "plain")} == {"token_ids", "token_losses"}
+    assert table["nll"] == rows(tmp_path / "plain")["nll"] == [*map(sum, table["token_losses"])]
+    model, tokenizer = parts_of(made["gpt2"])
+    for document in {*table["document"]}:
+        windows = [at for at, of in enumerate(table["document"]) if of == document]
+        tokens = [token for at in windows for token in table["token_ids"][at]]
+        assert tokens == tokenizer(text_of(document), add_special_tokens=False)["input_ids"]
+        wanted = plain_loglikelihoods(model, [0, *tokens[:-1]][:POSITIONS], tokens[:POSITIONS])
+        losses = table["token_losses"][windows[0]]
+        assert losses == pytest.approx([-each for each in wanted], rel=1e-4)
+    # Another job, and one without it is the same as before there was the option.
+    assert kept.fingerprint != plain.fingerprint and kept.job["keep_losses"] is True
+    task = LanguageModeling(model=made["gpt2"], data=made["texts"], stride=40)
+    assert "keep_losses" not in {**plain.job, **task.fingerprint()}
+    assert not dualeval.compare(tmp_path / "plain", tmp_path / "kept").differs_in
+
+
+def test_an_unread_document_has_no_losses(made: Made, tmp_path: Path) -> None:
+    task = LanguageModeling(model=made["gpt2"], data=[{"text": ""}, {"text": "one"}], keep_losses=True)
+    evaluate(task, tmp_path / "out", batch_size=BATCH, on_error="skip")
+    table = rows(tmp_path / "out")
+    assert table["token_losses"][0] is None and len(table["token_losses"][1]) == table["tokens"][1]
+    assert task.show({name: column[0] for name, column in table.items()}) == ""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_pieces_of_a_text_are_its_tokens_and_whole_characters(made: Made, kind: str) -> None:
+    tokens = CausalTokens(read_tokenizer(made[kind], USE), made[kind])
+    for text in ("One and two.", "a 🙂🙂é\n b  c", "\ufffd" * 9):
+        ids = tokens.fast.encode(text, add_special_tokens=False).ids
+        pieces = [*tokens.pieces(ids)]
+        assert "".join(piece for piece, _ in pieces) == tokens.text(ids)
+        assert sum(count for _, count in pieces) == len(ids)
+        assert not text.isascii() or {count for _, count in pieces} == {1}
 
 
 # -- choices -------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lines({"text": "a"}), {"max_new_tokens": 3}, "--max-new-tokens is for rows with prompt and answer, and"),
     (lines({"text": "a"}), {"ignore": ["case"]}, "--ignore is for rows with prompt and answer, and"),
     (lines(CHOICES), {"stride": 3}, "--stride is for documents, and"),
+    (lines(CHOICES), {"keep_losses": True}, "--keep-losses is for documents, and"),
     (lines(PROMPT), {"target_delimiter": ""}, "--target-delimiter is for rows with choices, and"),
     (lines(PROMPT), {"max_new_tokens": 64}, "--max-new-tokens 64 leaves no room for a prompt"),
     (lines(PROMPT), {"ignore": ["cases"]}, "--ignore 'cases': expected one of case, punctuation"),

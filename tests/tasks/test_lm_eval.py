@@ -35,6 +35,7 @@ from tests.vehicles.harness_tasks import (
     write_shipped,
     write_tasks,
 )
+from tests.vehicles.harness_tasks import rows as harness_rows
 
 Made = dict[str, Path]
 DRAWS = 1000
@@ -183,8 +184,20 @@ def test_a_document_is_a_sample_whose_values_are_in_its_row(made: Made, tmp_path
     alone = evaluate(task_of(made), None, batch_size=1)
     for key, value in result.metrics.items():
         assert math.isclose(number(alone.metrics[key]), number(value), rel_tol=1e-6), key
-    shown = task_of(made).show({name: values[0] for name, values in table.items()})
+    task = task_of(made)
+
+    def shown_at(place: int) -> Any:
+        return task.show({name: values[place] for name, values in table.items()})
+
+    shown = shown_at(0)
     assert shown["prompt"].count("The r") >= 1 and "(-" in shown["continuation 2"]
+    # The right choice as a text, and a right answer; of a text to score nothing but that.
+    places = {task: table["task"].index(task) for task in ("choices", "words", "pages", "numbers")}
+    expected = [shown_at(place + 1).get("expected") for place in places.values()]
+    assert expected == ["a", None, None, harness_rows(2)[1]["word"]]
+    answer = shown_at(places["numbers"] + 1)
+    assert [*answer] == ["prompt", "answer", "expected"]
+    assert answer["answer"] == table["generated"][places["numbers"] + 1]
 
 
 def test_samples_are_listed_by_the_metric_that_is_asked_for(made: Made, tmp_path: Path) -> None:

@@ -180,6 +180,13 @@ def test_windows_choices_and_prompts_are_shown(tmp_path: Path) -> None:
     out = evaluated(LanguageModeling(model=model, data=documents, max_length=8), tmp_path / "windows")
     whole = "".join(shown(out, place) for place in range(len(rows(out)["id"])))
     assert whole == "One and two. Three and four."
+    losing = LanguageModeling(model=model, data=documents, max_length=8, keep_losses=True)
+    kept = evaluated(losing, tmp_path / "losses")
+    [tokens] = shown(kept, 1)
+    assert "".join(text for text, _ in tokens) == shown(out, 1)
+    assert [loss for _, loss in tokens] == row_of(kept, 1)["token_losses"]
+    # Of a run with another tokenizer no loss is shown beside these tokens.
+    assert losing.show({**row_of(kept, 1), "token_ids": [0] * len(tokens)}).keys() == {"losses"}
     data = causal_models.write_lines(tmp_path / "choices.jsonl", causal_models.choice_rows())
     out = evaluated(LanguageModeling(model=model, data=data), tmp_path / "choices")
     row, found = row_of(out, 1), shown(out, 1)

@@ -72,6 +72,7 @@ JOBS = {
         "--iou-type bbox,segm --batch-size 5 --bootstrap 0 --order shape --workers 0",
     ),
     "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
+    "losses": Job(task="language-modeling", words=f"{_LANGUAGE} texts --keep-losses"),
     "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),
     # Of an adapter, and drawn: what makes answers differ most.
     "prompts": Job(
@@ -187,7 +188,7 @@ def test_launchers_and_ranks_change_no_bit(
 @pytest.mark.parametrize(
     "name",
     [
-        *("questions", "documents", "prompts"),
+        *("questions", "documents", "losses", "prompts"),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("harness", "boxes", "objects")),
     ],
 )

@@ -30,7 +30,7 @@ _MOST_LISTED = 16
 # Options that change no number, or whose change the data's fingerprints would show.
 _NO_NUMBER = (
     *("workers", "device", "data", "annotations", "masks", "image_root", "metric", "by", "bins", "keep"),
-    "keep_masks",
+    *("keep_masks", "keep_losses"),
     *("bootstrap", "bootstrap_iters", "on_error"),
 )
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from dualeval.report.page.rows import Column
 
-# Of a column with more different texts one is searched for, not chosen. As in page.js.
-_CHOICES = 300
 # In one answer; a page shows fewer.
 _AT_ONCE = 500
 
@@ -39,10 +37,9 @@ class AllRows:
         """What a page has of its table, as `rows.rows_of`: the columns, without their rows."""
         columns: list[dict[str, Any]] = []
         for column in self._columns:
-            texts = column.texts
-            is_choice = texts is not None and column is not self._columns[0] and len(texts) <= _CHOICES
-            choices = texts.to_pylist() if is_choice else []
-            columns.append({"name": column.name} | ({} if texts is None else {"texts": choices}))
+            texts = column.texts.to_pylist() if column.is_choice else []
+            of_texts = {"texts": texts, "choice": column.is_choice}
+            columns.append({"name": column.name, **({} if column.texts is None else of_texts)})
         return {"of": self._count, "columns": columns, "served": True}
 
     def rows(self, query: str, first: int, last: int) -> dict[str, Any]:

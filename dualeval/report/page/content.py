@@ -17,6 +17,7 @@ from dualeval.errors import UsageError, with_type
 from dualeval.report.comparison import shown_difference
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.report.page.rows import columns_of, rows_of
+from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, others_than, things_of
 from dualeval.report.table import shown_options
 from dualeval.result import JOB, Result, TimedStage, class_names, described_part
@@ -77,8 +78,7 @@ class SampleShown:
     correct: bool | None
     confidence: float | None
     loss: float | None
-    # Of "asked", "mistake", "loss", and "lost:0", "gained:0", "worse:0", "better:0", where 0 is the number of
-    # the run compared with.
+    # Keys of the page's `reasons`.
     reasons: tuple[str, ...]
     columns: Mapping[str, str]  # columns of the data, and further scores, as texts
     facets: Mapping[str, tuple[str, ...]]  # by what one looks for samples: groups, and what the task says
@@ -112,12 +112,15 @@ class PageContent:
     warnings: Sequence[str]
     samples: Sequence[SampleShown]
     samples_total: int
+    # In words why samples are shown: of "asked", "mistake", "loss", and "lost:0", "gained:0", "worse:0",
+    # "better:0", where 0 is the number of the run compared with.
+    reasons: Mapping[str, str]
     legend: str
     # By name: of layers, and of what they show.
     colours: Mapping[str, str]
     rows: Mapping[str, Any]  # of `rows.rows_of`, or `AllRows.head`
     worst_by: str | None  # what the reason "loss" goes by
-    cut: str | None
+    cut: str | None  # in a sentence how many samples of each reason are shown
     class_columns: Sequence[str]
     class_rows: Sequence[Sequence[Any]]  # by class: name, support, recall, precision, f1, ...
     confusion_names: Sequence[str]
@@ -132,49 +135,47 @@ class PageContent:
 
 
 def build(
-    result: Result,
-    folder: Path,
+    runs: Runs,
     task: Any = None,
     *,
-    against: Sequence[Path] = (),
     command: str | None = None,
     notes: Sequence[str] = (),
     paths: bool = False,
     table: Mapping[str, Any] | None = None,
     sample: str | None = None,
 ) -> PageContent:
-    """Read what the page of a finished run says; each run of ``against`` is A, and this one is B.
+    """Read what the page of a finished run says; each run that it is compared with is A, and this one is B.
 
     Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
     types to run it again, and ``notes`` stand beside the result's warnings. Without ``paths`` no folder of
     this machine is named: a page is sent to others. ``table`` is the page's if it is served, and the
     ``sample`` of this id has a card before all others.
     """
-    rows, against = JudgedRows(folder, result), [*dict.fromkeys(against)]
-    name, *names = names_of([folder, *against])
-    comparisons = [compare(other, folder) for other in against]
-    others = {of: JudgedRows.open(other) for of, other in zip(names, against, strict=True)}
+    rows, others = runs.rows, runs.others
+    result, folder = rows.result, rows.folder
+    comparisons = {name: compare(other.folder, folder) for name, other in others.items()}
     asked = [] if sample is None else [rows.place_of(sample)]
-    reasons, cut = _chosen(rows, comparisons, [*others.values()], asked)
+    chosen, reasons, cut = _chosen(runs, comparisons, asked)
     confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
     columns, by_class = _classes_beside(classes_of(result, confusions), others)
     model = result.description.get("model", "")
     content = PageContent(
-        name=name,
+        name=runs.name,
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
         about=_about(result),
-        headlines=_headlines(result, dict(zip(names, comparisons, strict=True))),
+        headlines=_headlines(result, comparisons),
         against=[
-            _against(comparison, name, other, _of_groups(result, each, folder))
-            for comparison, other, each in zip(comparisons, names, against, strict=True)
+            _against(comparison, runs.name, other, _of_groups(result, others[other].folder, folder))
+            for other, comparison in comparisons.items()
         ],
         warnings=[*result.warnings, *notes],
-        samples=samples_shown(rows, others, task, reasons),
+        samples=samples_shown(runs, task, chosen),
         samples_total=result.samples["evaluated"],
+        reasons=reasons,
         legend="" if task is None else task.legend,
         colours={} if task is None else task.colours([each[0] for each in by_class]),
-        rows=rows_of(columns_of(rows, others), rows, comparisons) if table is None else table,
+        rows=rows_of(columns_of(runs), rows, [*comparisons.values()]) if table is None else table,
         worst_by=None if rows.measure is None else rows.measure.name,
         cut=cut,
         class_columns=columns,
@@ -217,6 +218,9 @@ def _without_folders(content: PageContent) -> PageContent:
     def of_column(column: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**column, "texts": [*map(short, column["texts"])]} if "texts" in column else column
 
+    def of_groups(groups: Mapping[str, Any]) -> dict[str, Any]:
+        return {short(label): value for label, value in groups.items()}
+
     def of_sample(sample: SampleShown) -> SampleShown:
         return replace(
             sample,
@@ -232,7 +236,18 @@ def _without_folders(content: PageContent) -> PageContent:
         title=short(content.title),
         about=pairs(content.about),
         warnings=[*map(short, content.warnings)],
-        against=[replace(each, notes=[*map(short, each.notes)]) for each in content.against],
+        against=[
+            replace(
+                each,
+                notes=[*map(short, each.notes)],
+                slices={by: of_groups(groups) for by, groups in each.slices.items()},
+            )
+            for each in content.against
+        ],
+        slices={
+            by: [{**group, "label": short(group["label"])} for group in groups]
+            for by, groups in content.slices.items()
+        },
         samples=[*map(of_sample, content.samples)],
         provenance=pairs(content.provenance),
         rows={**content.rows, "columns": [*map(of_column, content.rows["columns"])]},
@@ -249,16 +264,6 @@ def _about(result: Result) -> list[tuple[str, str]]:
     clustered = [("clusters", f"{clusters['count']:,} by {clusters['column']}")] if clusters else []
     task = [("task", str(result.job["task"]))] if result.job.get("task") else []
     return [*task, *result.description.items(), ("samples", samples), *clustered, *finished]
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """What runs are called: their folders, with as much before them as tells them apart."""
-    parts = [folder.absolute().parts for folder in folders]
-    for count in range(1, max(map(len, parts))):
-        names = ["/".join(each[-count:]) for each in parts]
-        if len({*names}) == len({*parts}):
-            break
-    return names
 
 
 def _headlines(result: Result, comparisons: Mapping[str, Comparison]) -> list[Headline]:
@@ -336,41 +341,46 @@ def _against(comparison: Comparison, run: str, other: str, slices: Mapping[str, 
 
 
 def _chosen(
-    rows: JudgedRows, comparisons: Sequence[Comparison], others: Sequence[JudgedRows], asked: Sequence[int]
-) -> tuple[dict[int, list[str]], str | None]:
-    """The places of the samples that are shown, with the reasons for each; and what is not shown."""
+    runs: Runs, comparisons: Mapping[str, Comparison], asked: Sequence[int]
+) -> tuple[dict[int, list[str]], dict[str, str], str | None]:
+    """The places of the samples that are shown, with the reasons of each; these in words; what is shown."""
+    rows = runs.rows
     wanted = [(listed, "") for listed in rows.lists()]
-    for number, comparison in enumerate(comparisons):
-        wanted += [(listed, f":{number}") for listed in rows.lists(comparison)]
-    reasons: dict[int, list[str]] = {place: ["asked"] for place in asked}
-    cut = []
+    for number, (other, comparison) in enumerate(comparisons.items()):
+        wanted += [(listed, f":{number}") for listed in rows.lists(comparison, (other, runs.name))]
+    places: dict[int, list[str]] = {place: ["asked"] for place in asked}
+    reasons = {"asked": "the sample that was asked for"}
+    shown = []
 
     def add(reason: str, title: str, worst: Chosen) -> None:
+        reasons[reason] = title
         for place in worst.places:
-            reasons.setdefault(place, []).append(reason)
-        if worst.of > len(worst.places):
-            cut.append(f"{len(worst.places):,} of {worst.of:,} ({title})")
+            places.setdefault(place, []).append(reason)
+        if worst.of:
+            some = f"{len(worst.places):,} of " if worst.of > len(worst.places) else "all "
+            shown.append(f"{title} ({some}{worst.of:,})")
 
     for listed, behind in wanted:
         most = _LOSSES if listed.reason == "loss" else _CARDS
         add(listed.reason + behind, listed.title, rows.worst(listed, most))
-    for number, (comparison, other) in enumerate(zip(comparisons, others, strict=True)):
+    for number, (other, comparison) in enumerate(comparisons.items()):
         # Where no sample is right or wrong, none flips.
-        if flips_of(comparison) is None and (worse := rows.changed(other)) is not None:
-            add(f"worse:{number}", "worse here than there", highest(worse, _LOSSES))
-            add(f"better:{number}", "better here than there", highest(-worse, _LOSSES))
-    return reasons, f"The page shows {', '.join(cut)}." if cut else None
+        if flips_of(comparison) is None and (worse := rows.changed(runs.others[other])) is not None:
+            add(f"worse:{number}", f"worse in {runs.name} than in {other}", highest(worse, _LOSSES))
+            add(f"better:{number}", f"better in {runs.name} than in {other}", highest(-worse, _LOSSES))
+    total = rows.result.samples["evaluated"]
+    is_cut = len(places) < total and shown
+    cut = f"The page shows {len(places):,} of {total:,} samples: {'; '.join(shown)}." if is_cut else None
+    return places, reasons, cut
 
 
-def samples_shown(
-    rows: JudgedRows, others: Mapping[str, JudgedRows], task: Any, reasons: Mapping[int, Sequence[str]]
-) -> list[SampleShown]:
+def samples_shown(runs: Runs, task: Any, chosen: Mapping[int, Sequence[str]]) -> list[SampleShown]:
     """The cards of the samples at these places, with the reasons for each."""
-    samples = rows.samples([*reasons])
-    of_others = [_same_samples(other, samples) for other in others.values()]
+    samples = runs.rows.samples([*chosen])
+    of_others = [_same_samples(other, samples) for other in runs.others.values()]
     return [
-        _sample_shown(rows, sample, tuple(why), task, dict(zip(others, of_sample, strict=True)))
-        for sample, why, *of_sample in zip(samples, reasons.values(), *of_others, strict=True)
+        _sample_shown(runs.rows, sample, tuple(why), task, dict(zip(runs.others, of_sample, strict=True)))
+        for sample, why, *of_sample in zip(samples, chosen.values(), *of_others, strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import bisect
 import hashlib
 import io
 import json
@@ -37,11 +38,14 @@ _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 4000
 # A longer text is folded; its summary has the beginning and the end.
 _FOLDED, _ENDS = 400, 100
+# Of a text by its losses: tokens that a card has, and where stronger colours begin, of losses in nats and of
+# their differences.
+_TOKENS, _LOSSES, _DIFFERENCES = 600, (1, 2, 4, 8), (0.25, 1, 3)
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
 # Most rows of a table; most charts of slices (each takes 50 ms).
 _ROWS, _CHARTS = 1000, 8
-_LEVELS = 9  # of the matrix's colours
+_LEVELS = 9  # of the colours of the matrix and of losses
 
 
 def render(content: PageContent, limit: int = _LIMIT) -> str:
@@ -91,8 +95,9 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
             (each, *_texts(each.value, (each.low, each.high), each.unit)) for each in content.headlines
         ],
         has_ends=any(each.low is not None for each in content.headlines),
-        reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+        reasons={reason: content.reasons[reason] for card in cards for reason in card["of"].reasons},
         marks=_marks(content.colours, cards),
+        steps=_steps(content.name, cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
@@ -123,20 +128,6 @@ def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) 
         return "none", ""
     shown, *texts = shown_numbers(value, *(end for end in ends if end is not None), unit=unit)
     return shown, " to ".join(texts)
-
-
-def _reason(reason: str, content: PageContent) -> str:
-    kind, _, number = reason.partition(":")
-    run, other = content.name, content.against[int(number)].name if number else ""
-    return {
-        "asked": "the sample that was asked for",
-        "mistake": "confident mistakes",
-        "loss": f"worst by {content.worst_by}",
-        "lost": f"right in {other}, wrong in {run}",
-        "gained": f"wrong in {other}, right in {run}",
-        "worse": f"worse in {run} than in {other} by {content.worst_by}",
-        "better": f"better in {run} than in {other} by {content.worst_by}",
-    }.get(kind, reason)
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -183,15 +174,16 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     for number, each in enumerate(content.against):
         columns = ("metric", each.name, content.name, "difference", "95 % interval", "p", "verdict")
         flips = [
-            (reason, count, _reason(reason, content))
+            (reason, count, content.reasons[reason])
             for reason, count in ((f"lost:{number}", each.lost), (f"gained:{number}", each.gained))
+            if count is not None
         ]
         rows = [_compared(row, content.name) for row in each.rows]
         blocks.append(
             {
                 "title": each.name,
                 "tables": [_table(f"Comparison with {each.name}", columns, rows)],
-                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips if n is not None],
+                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips],
                 "notes": each.notes,
             }
         )
@@ -354,8 +346,41 @@ def _template_values(shown: Shown) -> dict[str, Any]:
             for name, layer in shown.layers.items()
         }
         return {**picture, "size": size, "tiny": False, "layers": layers}
+    if shown.kind == "tokens":
+        more = len(shown.tokens[_TOKENS:])
+        return {"kind": "tokens", "tokens": _coloured(shown), "more": more, "differs": bool(shown.beside)}
     table = {name: _folded(text) for name, text in shown.table.items()}
     return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
+
+
+def _coloured(shown: Shown) -> list[tuple[str, str, str]]:
+    """Of each token its text, a class of CSS, and its loss, or by how much it is above the other run's."""
+    tokens = shown.tokens[:_TOKENS]
+    if not shown.beside:
+        return [(text, _level(loss, _LOSSES), f"{loss:.2f}") for text, loss in tokens]
+    apart = [(text, own - loss) for (text, loss), own in zip(tokens, shown.beside, strict=False)]
+    return [(text, _level(value, _DIFFERENCES), f"{value:+.2f}") for text, value in apart]
+
+
+def _level(value: float, steps: Sequence[float]) -> str:
+    """The class of CSS of a number; NaN has the strongest colour."""
+    level = bisect.bisect_right(steps, abs(value))
+    return f"{'d' if value < 0 else 'o'}{_LEVELS * level // len(steps)}"
+
+
+def _steps(run: str, cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What the colours of tokens mean: in words, and a class of CSS and a number for each."""
+    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+    meant = []
+    if any(each["kind"] == "tokens" for each in things):
+        levels = [(_level(at, _LOSSES), f"≥ {at}") for at in _LOSSES]
+        meant.append(("Loss of a token", [("o0", f"< {_LOSSES[0]}"), *levels]))
+    if any(each.get("differs") for each in things):
+        higher = [(_level(at, _DIFFERENCES), f"≥ +{at}") for at in _DIFFERENCES]
+        lower = [(_level(-at, _DIFFERENCES), f"≤ −{at}") for at in reversed(_DIFFERENCES)]
+        words = f"Difference of the losses, {run} minus the other run"
+        meant.append((words, [*lower, ("o0", "between"), *higher]))
+    return meant
 
 
 def _folded(text: str) -> dict[str, str]:

@@ -35,6 +35,16 @@ function filter() {
   one("#found").textContent = `${found} of ${cards.length} samples`;
   one("#more").hidden = found <= most;
 }
+// Choices: texts with their values, by their texts.
+function offer(select, pairs) {
+  pairs.sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true })).forEach((pair) => select.add(new Option(...pair)));
+}
+function newSelect(pairs) {
+  const select = document.createElement("select");
+  select.add(new Option("all", ""));
+  offer(select, pairs);
+  return select;
+}
 function choose(wanted) {
   filters.forEach((select, name) => {
     const value = wanted[name] ?? "";
@@ -48,9 +58,9 @@ function choose(wanted) {
 filters.forEach((select, name) => {
   if (name === "reason") return;
   const found = [...new Set(index.flatMap((sample) => sample[name] ?? []))];
-  found.sort((a, b) => a.localeCompare(b, "en", { numeric: true })).forEach((each) => select.add(new Option(each, each)));
-  // What all have is no choice.
-  select.parentElement.hidden = found.length < 2 && index.every((sample) => sample[name]?.includes(found[0]) ?? !found.length);
+  offer(select, found.map((each) => [each, each]));
+  // What all have is no choice, nor is what none has.
+  select.parentElement.hidden = found.length < 2 && index.every((sample) => !found.length || sample[name]?.includes(found[0]));
 });
 on(one("#filters"), "change", () => { most = STEP; filter(); });
 on(one("#filters"), "reset", (event) => { event.preventDefault(); choose({}); });
@@ -224,11 +234,8 @@ if (count) {
       select();
     });
     one("#rows-table thead tr").append(heading);
-    if (column.texts?.length && (served || column.values) && column.texts.length <= 300) {
-      const control = document.createElement("select");
-      control.append(new Option("all", ""));
-      column.texts.map((text, place) => [text, place]).sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }))
-        .forEach(([text, place]) => control.append(new Option(text, place)));
+    if (column.choice) {
+      const control = newSelect(column.texts.map((text, place) => [text, place]));
       on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
       field(column.name, control);
     } else if (!column.texts) {
@@ -248,13 +255,13 @@ if (count) {
   const own = columns.findIndex((column) => column.name === "right");
   columns.forEach((column, at) => {
     if (own < 0 || !column.name.startsWith("right, ")) return;
-    const control = document.createElement("select");
-    [["all", ""], ["right there, wrong here", "right"], ["wrong there, right here", "wrong"]].forEach((each) => control.append(new Option(...each)));
+    const other = column.name.slice(7), { run } = one("#row-filters").dataset;
+    const control = newSelect([[`right in ${other}, wrong in ${run}`, "right"], [`wrong in ${other}, right in ${run}`, "wrong"]]);
     on(control, "change", () => {
       const is = (place, text) => { const value = columns[place].texts.indexOf(text); return [place, value, value]; };
       test(`flip ${at}`, ...(control.value ? [is(at, control.value), is(own, { right: "wrong", wrong: "right" }[control.value])] : []));
     });
-    field(`flips, ${column.name.slice(7)}`, control);
+    field(`flips, ${other}`, control);
   });
   on(one("#search"), "input", (event) => { query.search = event.target.value; select(); });
   on(one("#row-filters"), "reset", () => { Object.assign(query, { search: "", tests: {} }); setTimeout(select); });
@@ -309,7 +316,7 @@ async function step(by) {
 on(one("#previous"), "click", () => step(-1));
 on(one("#next"), "click", () => step(1));
 on(one("#close"), "click", () => large.close());
-on(large, "keydown", (event) => { if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
+on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
 on(large, "click", (event) => { if (event.target === large) large.close(); });
 on(large, "close", () => history.replaceState(null, "", location.pathname));
 on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
@@ -326,6 +333,17 @@ on(document, "change", ({ target }) => {
   const same = (selector, name) => all(selector).filter((each) => name(each) === target.value);
   same(".legend input", (each) => each.value).forEach((each) => { each.checked = target.checked; });
   same("[data-layer]", (each) => each.dataset.layer).forEach((each) => { each.hidden = !target.checked; });
+});
+
+// Tokens: arrow keys lead from one to the next, and one with the focus shows its number.
+const focusToken = (token) => { if (token) { token.tabIndex = -1; token.focus(); } };
+on(document, "click", ({ target }) => { if (target.matches(".tokens span")) focusToken(target); });
+on(document, "keydown", (event) => {
+  const within = event.target.closest(".tokens"), by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!within || !by) return;
+  const tokens = all("span", within);
+  event.preventDefault();
+  focusToken(tokens[tokens.indexOf(event.target) + by]);
 });
 
 // The confusion matrix: its size, and from a cell to its samples.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.atomic_files import write_text
 from dualeval.errors import UsageError, with_type
-from dualeval.result import REPORT, RESULT, Result, read_result
+from dualeval.result import REPORT, Result
 
 if TYPE_CHECKING:
     from dualeval.report.page.content import PageContent
+    from dualeval.report.page.runs import Runs
 
 
 def check_installed() -> None:
@@ -36,22 +36,16 @@ def check_report(out: object, *, is_main: bool) -> None:
         check_installed()
 
 
-def content_of(
-    folder: Path, task: Any, *, problem: str = "", shown: Result | None = None, **more: Any
-) -> PageContent:
-    """Read what the page of the finished run in a folder says. More: as ``content.build``.
+def content_of(runs: Runs, task: Any, *, problem: str = "", **more: Any) -> PageContent:
+    """Read what the page of a finished run says. More: as ``content.build``.
 
-    A ``problem`` says why the task is None, and so what is missing. ``shown`` is the result as it was shown,
-    where its groups may be others than those of the run.
+    A ``problem`` says why the task is None, and so what is missing.
     """
     from dualeval.options.job import command_of
     from dualeval.report.page.content import build
 
     notes = [problem] if problem else []
-    result = read_result(folder / RESULT)
-    if shown is not None:
-        result = replace(result, slices=shown.slices, warnings=shown.warnings)
-    return build(result, folder, task, command=command_of(result.job), notes=notes, **more)
+    return build(runs, task, command=command_of(runs.rows.result.job), notes=notes, **more)
 
 
 def write_page(content: PageContent, path: Path) -> None:
@@ -70,9 +64,11 @@ def write_page(content: PageContent, path: Path) -> None:
 def write_at_end(result: Result, task: Any, note: Callable[[str], None]) -> None:
     """Write the page of a run that is done: what goes wrong with it is a note."""
     try:
+        from dualeval.report.page.runs import Runs
+
         assert result.folder is not None
         path = Path(result.folder) / REPORT
-        write_page(content_of(path.parent, task, shown=result), path)
+        write_page(content_of(Runs.open(path.parent, shown=result), task), path)
     except Exception as error:  # noqa: BLE001 - the result is on the disk, and the run has done its work
         note(f"{REPORT} could not be made, and the result is complete: {with_type(error)}")
     else:

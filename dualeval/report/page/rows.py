@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,13 @@ from dualeval.comparison.worst import CONFIDENCE, PREDICTION, TARGET, JudgedRows
 
 if TYPE_CHECKING:
     from dualeval.comparison.compared import Comparison
+    from dualeval.report.page.runs import Runs
 
 MOST = 100_000
 # Of the rows in a page, as JSON.
 _BYTES = 4_500_000
+# Of a column with more different texts one is searched for, not chosen.
+_CHOICES = 300
 # Of a text: of more a row says the beginning.
 _LETTERS = 60
 
@@ -31,6 +34,11 @@ class Column:
     values: npt.NDArray[Any]
     # A ``pyarrow.LargeStringArray`` of different texts; None for numbers.
     texts: Any = None
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether rows are chosen by these texts: a few, which are not one a row."""
+        return self.texts is not None and 0 < len(self.texts) <= min(_CHOICES, len(self.values) - 1)
 
     def some(self, places: npt.NDArray[Any]) -> list[Any]:
         """The values of these rows, for people: None for none."""
@@ -46,13 +54,14 @@ class Column:
         used, of_rows = np.unique(self.values[places], return_inverse=True)
         has_none = int(len(used) > 0 and used[0] < 0)
         texts = self.texts.take(used[has_none:]).to_pylist()
-        column = {"name": self.name, "texts": texts}
+        column = {"name": self.name, "texts": texts, "choice": self.is_choice}
         values = [None if each < 0 else each for each in (of_rows - has_none).tolist()]
         return column if values == [*range(len(texts))] else {**column, "values": values}
 
 
-def columns_of(rows: JudgedRows, others: Mapping[str, JudgedRows]) -> list[Column]:
+def columns_of(runs: Runs) -> list[Column]:
     """The table of all rows of a run, with what other runs say of the same samples."""
+    rows = runs.rows
     columns = [
         Column(name="id", values=np.arange(rows.rows.count, dtype=np.int32), texts=rows.rows.whole("id"))
     ]
@@ -60,7 +69,7 @@ def columns_of(rows: JudgedRows, others: Mapping[str, JudgedRows]) -> list[Colum
     for name in rows.further:
         if (column := _of_file(rows, name)) is not None:
             columns.append(column)
-    for run, other in others.items():
+    for run, other in runs.others.items():
         there = other.places_of(columns[0].texts)
         for column in _judged(other):
             if column.name != TARGET:
@@ -77,7 +86,7 @@ def rows_of(
     """What a page has of its table: ``columns``, and how many rows there are in ``of``.
 
     A column has a ``name`` and ``values``, numbers or None; those of texts are places in its ``texts``, or
-    there are none, and each row has its own text.
+    there are none, and each row has its own text. By a ``choice`` of them rows are chosen.
     """
     of = rows.rows.count
     most = MOST

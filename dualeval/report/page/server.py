@@ -11,21 +11,20 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
-from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.page.all_rows import AllRows
-from dualeval.report.page.content import PageContent, names_of, samples_shown
+from dualeval.report.page.content import PageContent, samples_shown
 from dualeval.report.page.html import policy_of, render, render_card, seen
 from dualeval.report.page.page import content_of
 from dualeval.report.page.rows import columns_of
+from dualeval.report.page.runs import Runs
 
 _LOOPBACK = "127.0.0.1"
 # With any port: `ssh -L` brings the page to another one. A stranger's name that leads here is neither.
@@ -38,15 +37,13 @@ _Answer: TypeAlias = tuple[str, str]  # its media type and its text
 class ServedPage:
     """The page of a finished run, and what it asks for: rows of its table, and cards."""
 
-    def __init__(self, folder: Path, task: Any, *, against: Sequence[Path] = (), problem: str = "") -> None:
+    def __init__(self, runs: Runs, task: Any, *, problem: str = "") -> None:
         """Arguments as of ``page.content_of``."""
-        self._rows, self._task = JudgedRows.open(folder), task
-        _, *names = names_of([folder, *against])
-        self._others = {name: JudgedRows.open(each) for name, each in zip(names, against, strict=True)}
-        self._table = AllRows(columns_of(self._rows, self._others))
+        self._runs, self._task = runs, task
+        self._table = AllRows(columns_of(runs))
         # It is not sent, so it names folders: ids are those in the file.
         self.content: PageContent = content_of(
-            folder, task, against=against, problem=problem, paths=True, table=self._table.head()
+            runs, task, problem=problem, paths=True, table=self._table.head()
         )
         self._page = render(self.content)
         # One after the other: a task reads its data from one thread.
@@ -76,9 +73,9 @@ class ServedPage:
     def _card(self, wanted: Mapping[str, str]) -> _Answer:
         """A sample's card, by its row or by its id; nothing if there is no such sample."""
         place = int(wanted["row"]) if "row" in wanted else self._table.place_of(wanted["id"])
-        if not 0 <= place < self._rows.rows.count:
+        if not 0 <= place < self._runs.rows.rows.count:
             return "text/html", ""
-        [sample] = samples_shown(self._rows, self._others, self._task, {place: ()})
+        [sample] = samples_shown(self._runs, self._task, {place: ()})
         return "text/html", render_card(self.content, sample)
 
 

@@ -21,11 +21,14 @@ Box: TypeAlias = tuple[float, float, float, float, str, str]
 class Shown:
     """One thing of a sample to look at."""
 
-    kind: str  # "picture", "text", "table" or "error"
+    kind: str  # "picture", "text", "tokens", "table" or "error"
     picture: Image.Image | None = None
     # By name what lies over the picture: a picture that is transparent in places, or boxes.
     layers: Mapping[str, Image.Image | tuple[Box, ...]] = field(default_factory=dict)
     text: str = ""
+    # Pieces of the text with the loss of each; and with another run's, beside which this one's is shown.
+    tokens: tuple[tuple[str, float], ...] = ()
+    beside: tuple[float, ...] = ()
     table: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -53,12 +56,16 @@ def _thing(value: Any) -> Shown:
         return Shown(kind="text", text=value)
     if isinstance(value, Mapping):
         return Shown(kind="table", table={str(name): str(each) for name, each in value.items()})
+    if isinstance(value, list):
+        tokens = tuple((str(text), float(loss)) for text, loss in value)
+        return Shown(kind="tokens", text="".join(text for text, _ in tokens), tokens=tokens)
     from PIL import Image
 
     if isinstance(value, Image.Image):
         # Now: a file that is damaged or closed fails here, and large pictures are not kept.
         return Shown(kind="picture", picture=thumbnail(value))
-    raise TypeError(f"show returned a {type(value).__name__}: expected a PIL picture, a text or a mapping")
+    expected = "expected a PIL picture, a text, a mapping, or a list of pairs of a text and its loss"
+    raise TypeError(f"show returned a {type(value).__name__}: {expected}")
 
 
 def _are_layers(value: Any) -> bool:
@@ -93,14 +100,25 @@ def _layers(layers: Mapping[str, Any], under: Any, small: Any) -> dict[str, Any]
 
 
 def others_than(own: Sequence[Shown], things: Sequence[Shown]) -> tuple[Shown, ...]:
-    """What another run shows and this one does not; of a table the entries that differ."""
+    """What another run shows and this one does not; of a table the entries that differ, of tokens losses."""
     known = {pair for each in own for pair in each.table.items()}
+    of_texts = {each.text: each for each in own if each.tokens}
+    # A text of which this run has the losses is there already.
+    things = [each for each in things if each.kind != "text" or each.text not in of_texts]
+    things = [_beside(of_texts.get(each.text), each) if each.tokens else each for each in things]
     reduced = [
         replace(each, table={name: text for name, text in each.table.items() if (name, text) not in known})
         for each in things
         if each.kind != "table" or not {*each.table.items()} <= known
     ]
     return tuple(each for each in reduced if not any(is_same(each, mine) for mine in own))
+
+
+def _beside(own: Shown | None, other: Shown) -> Shown:
+    """Another run's tokens, with this run's losses of them where they are the same."""
+    if own is None or [text for text, _ in own.tokens] != [text for text, _ in other.tokens]:
+        return other
+    return replace(other, beside=tuple(loss for _, loss in own.tokens))
 
 
 def is_same(one: Shown, other: Shown) -> bool:
@@ -110,7 +128,7 @@ def is_same(one: Shown, other: Shown) -> bool:
 
 def _plain(shown: Shown) -> tuple[Any, ...]:
     layers = {name: _pixels(each) for name, each in shown.layers.items()}
-    return shown.kind, _pixels(shown.picture), layers, shown.text, shown.table
+    return shown.kind, _pixels(shown.picture), layers, shown.text, shown.tokens, shown.table
 
 
 def _pixels(value: Any) -> Any:

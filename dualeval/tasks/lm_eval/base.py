@@ -122,7 +122,7 @@ class HarnessTask(Task):
         }
 
     def show(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """The requests of a document with their answers."""
+        """The requests of a document with their answers, and what its task expects."""
         document = self._dataset.documents[place_of(self._dataset, row)]
         answers = of.answers_of(document, *(row[name] for name in of.ANSWERS))
         shown: dict[str, str] = {}
@@ -131,12 +131,14 @@ class HarnessTask(Task):
             shown.setdefault("prompt", str(context))
             first = of_request[0]
             if request.request_type == of.GENERATE:
-                shown[f"answer {number}"] = " | ".join(of_request)
+                several = f" {number}" * (len(document.requests) > 1)
+                shown[f"answer{several}"] = " | ".join(of_request)
             elif more:
                 shown[f"continuation {number}"] = f"{more[0]} ({first[0]:.2f})"
             else:
                 shown["log-likelihood"] = f"{first:.2f}"
-        return shown
+        expected = self._loaded.expected(document)
+        return {**shown, **({"expected": " | ".join(expected)} if expected else {})}
 
     def data_warnings(self) -> list[str]:
         limit = self._asked.limit

@@ -304,6 +304,26 @@ class Loaded:
             "docs/lm-eval.md."
         )
 
+    def expected(self, document: Document) -> list[str]:
+        """The right answers to a document, or the right choices as texts; none where its task names none.
+
+        Of a request to score one text this is that text: nothing more is known.
+        """
+        task, first = self.tasks[document.task], document.requests[0]
+        is_one_text = len(document.requests) == 1 and first.request_type.startswith("loglikelihood")
+        if is_one_text or task.config.doc_to_target is None:
+            return []
+        with alone():
+            # As ``process_results`` in lm_eval/api/task.py.
+            right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(first.doc)
+            choices = None if task.config.doc_to_choice is None else task.doc_to_choice(first.doc)
+        found = right if isinstance(right, list) else [right]
+        if choices is not None:
+            # -100 stands for an answer that nobody knows.
+            places = [each for each in found if isinstance(each, str) or 0 <= each < len(choices)]
+            found = [each if isinstance(each, str) else choices[each] for each in places]
+        return [text for text in map(str, found) if text.strip()]
+
     def versions(self) -> dict[str, Any]:
         return {name: task.VERSION for name, task in self.tasks.items()}
 

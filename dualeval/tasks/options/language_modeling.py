@@ -60,6 +60,7 @@ class LanguageModelingOptions(AnswerOptions, TextOptions):
     stride: int | None = option(
         None, "Tokens that each window predicts (texts).", group=TOKENS, least=1, shown="max-length"
     )
+    keep_losses: bool = option(False, "Keep the loss of each token in the rows (texts).", group=TOKENS)
     target_delimiter: str = option(" ", "Text between context and choice.", group=TOKENS, shown="a space")
     max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=TOKENS, least=1)
     stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=TOKENS)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import dualeval
 from dualeval.cli.finished import show
 from dualeval.report.page.content import build
-from dualeval.result import read_result
+from dualeval.report.page.runs import Runs
 from dualeval.tasks.detection.matches import Matches, match
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.detection.jobs import rows, task
@@ -58,8 +58,8 @@ def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> No
     """Pictures that one run has better and worse than the other, with the boxes of both."""
     evaluate(task(home), tmp_path / "a", batch_size=8, by=["site"])
     evaluate(task(home, score_threshold=0.6), tmp_path / "b", batch_size=8, by=["site"])
-    result = read_result(tmp_path / "b/result.json")
-    page = build(result, tmp_path / "b", task(home), against=[tmp_path / "a"])
+    runs = Runs.open(tmp_path / "b", [tmp_path / "a"])
+    page, result = build(runs, task(home)), runs.rows.result
     f1 = [
         {row["id"]: row["twice_right"] / row["boxes_of_both"] for row in rows(run) if row["boxes_of_both"]}
         for run in (tmp_path / "a", tmp_path / "b")
@@ -78,7 +78,7 @@ def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> No
     # The command line lists them, too.
     typed = [str(tmp_path / "b"), "--flips-against", str(tmp_path / "a"), "--worst", "3"]
     lines = CliRunner().invoke(show, typed, catch_exceptions=False).output.splitlines()
-    worse = lines.index(f"worse than there: 3 of {len(of['worse:0'])}")
+    worse = lines.index(f"worse in {typed[0]} than in {typed[2]}: 3 of {len(of['worse:0'])}")
     order = sorted(change, key=lambda name: (change[name], name))
     assert [line.split()[0] for line in lines[worse + 2 : worse + 5]] == order[:3]
     # Equal pictures are shown once.
