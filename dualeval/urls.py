@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import PurePath
 from urllib.parse import urlsplit
@@ -11,6 +12,8 @@ from dualeval.errors import UsageError
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # A Path has lost one of the slashes.
 _OF_STORE = re.compile(r"(s3|gs|az|https?):/{1,2}(?=[^/])")
+# Parts of a path that mean nothing on a disk.
+_LEFT_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
 _OWN_HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -31,6 +34,21 @@ def is_safe(url: str) -> bool:
     """Whether nobody on the way can change what an address of the web gives."""
     parts = urlsplit(url)
     return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _OWN_HOSTS)
+
+
+def is_plain(path: str) -> bool:
+    """Whether no part of a path is empty, "." or ".."; a slash at its end makes none."""
+    return not _LEFT_OUT.search(path.removesuffix("/"))
+
+
+def check_parts(what: str, url: str) -> None:
+    """Refuse an address with parts that paths and servers leave out: it would name another object."""
+    shown, (scheme, _, path) = without_secrets(url), url.partition("://")
+    if not is_plain(path):
+        raise UsageError(
+            f"{what} {shown} has an empty part, . or .. in it, expected a name between any two slashes. Give "
+            f"{scheme}:/{posixpath.normpath(f'/{path}')}, or copy an object whose key is so to another key."
+        )
 
 
 def refuse_url(what: str, text: str, why: str = "") -> None:
@@ -63,6 +81,7 @@ def check_url(what: str, value: object) -> None:
     if not parts.netloc or not parts.path.strip("/"):
         place = "HOST" if parts.scheme.startswith("http") else "BUCKET"
         raise UsageError(f"{what} {shown} names no file. Expected {parts.scheme}://{place}/PATH.")
+    check_parts(what, url)
 
 
 _CREDENTIALS = (

@@ -14,15 +14,19 @@ from typing import IO, Any
 
 from dualeval.data.stores.requests import asked, read_all, store_of
 from dualeval.data.stores.store import Found
-from dualeval.urls import url_of
+from dualeval.errors import UsageError
+from dualeval.urls import check_parts, is_plain, url_of
 
 # What is read at once of a file that is read to its end, and of one that may not be.
 _AHEAD_BYTES, _HEAD_BYTES = 4 << 20, 1 << 16
 
 
-def path_at(value: str | Path) -> Path:
+def path_at(value: str | Path, what: str = "--data") -> Path:
     """The path that a text names, on a disk or in a store."""
-    return Path(value) if (url := url_of(value)) is None else StorePath(url)
+    if (url := url_of(value)) is None:
+        return Path(value)
+    check_parts(what, url)
+    return StorePath(url)
 
 
 class StorePath(PosixPath):
@@ -64,7 +68,13 @@ class StorePath(PosixPath):
     @cached_property
     def entries(self) -> list[tuple[str, int, int]]:
         """Of all files below a folder the path from there, size, and time of change in ns, by path."""
-        return sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
+        entries = sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
+        if odd := next((name for name, *_ in entries if not is_plain(name)), None):
+            raise UsageError(
+                f"{self} holds an object {odd}, whose key has an empty part, . or .. in it, which no reader takes "
+                "for a path. Copy it to another key, or remove it."
+            )
+        return entries
 
     def glob(self, pattern: str, **_: Any) -> Iterator[Path]:  # type: ignore[override]
         """The files in the folder itself."""
