@@ -63,7 +63,11 @@ def check_url(what: str, value: object) -> None:
     if (url := url_of(value)) is None:
         refuse_url(what, str(value))
         return
-    shown, parts = without_secrets(url), urlsplit(url)
+    shown = without_secrets(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{what} {shown} is no address: {error}") from error
     if "@" in parts.netloc:
         raise UsageError(
             f"{what} {shown} has a user or password in it, which would be seen by others. {_CREDENTIALS}"

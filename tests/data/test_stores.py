@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -397,11 +398,57 @@ def test_hosts_certificates_and_proxies_that_are_wrong(
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://127.0.0.1:{port}")
     arrow._make.cache_clear()
     assert "no secure connection" in said_of("s3://bucket/a.tar", exit_code=EXIT_USAGE)
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", "/none.pem")
+    arrow._make.cache_clear()
+    for at in ("s3://bucket/a.tar", f"https://127.0.0.1:{port}/a.tar"):
+        said = said_of(at, exit_code=EXIT_USAGE)
+        assert "SSL_CERT_FILE is '/none.pem', expected a file of certificates" in said
+    monkeypatch.delenv("SSL_CERT_FILE")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://nowhere.invalid")
     arrow._make.cache_clear()
     assert "the host is not known" in said_of("s3://bucket/a.tar", exit_code=EXIT_USAGE)
     monkeypatch.setenv("HTTPS_PROXY", store.endpoint)
     assert "proxy of HTTPS_PROXY refuses" in said_of("https://nowhere.invalid/a.tar", exit_code=EXIT_USAGE)
+
+
+@pytest.mark.parametrize("name", ["a b", "größe", "a%zz", "a#1", "a+b&c;d=e,f", "[1]"])
+def test_names_are_quoted_once_for_the_web(store: ObjectStore, tmp_path: Path, name: str) -> None:
+    put_tars(store, fashion(4), tmp_path)
+    content = store.objects["bucket/shards/val-0.tar"][0]
+    store.put(f"bucket/{name}.tar", content)
+    assert len(opened(f"{store.endpoint}/bucket/{name}.tar")) == 1
+    store.put("bucket/a b.tar", content)
+    assert len(opened(f"{store.endpoint}/bucket/a%20b.tar")) == 1
+
+
+def test_what_cannot_be_sent_is_not_sent_again(store: ObjectStore, pauses: list[float]) -> None:
+    store.put("bucket/empty.tar", b"")
+    for at, said in (
+        (f"{store.endpoint}/bucket/empty.tar", r"bucket/empty.tar is empty \(0 bytes\)"),
+        ("https://127.0.0.1:abc/a.tar", "its host or port cannot be read .*Expected https://HOST/PATH"),
+        ("https://a b/a.tar", "its host or port cannot be read"),
+    ):
+        assert re.search(said, said_of(at, exit_code=EXIT_USAGE))
+    store.has_ranges = False
+    assert "is empty (0 bytes)" in said_of(f"{store.endpoint}/bucket/empty.tar", exit_code=EXIT_USAGE)
+    assert pauses == []
+
+
+def test_a_mark_that_is_another_with_each_answer_is_named(store: ObjectStore, tmp_path: Path) -> None:
+    put_tars(store, fashion(4), tmp_path)
+    numbers = itertools.count()
+
+    def fault(handler: Handler) -> bool:
+        content, _ = store.objects["bucket/shards/val-0.tar"]
+        first, last = (int(number) for number in re.findall(r"\d+", handler.headers["Range"]))
+        there = {"ETag": f'"{next(numbers)}"', "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        handler.send(206, content[first : last + 1], there)
+        return True
+
+    store.fault = fault
+    said = said_of(f"{store.endpoint}/bucket/shards/val-0.tar", exit_code=EXIT_USAGE)
+    assert 'the server says another ETag with each answer ("0", "1", "2")' in said
 
 
 def test_redirects_are_followed_to_safe_addresses_alone(store: ObjectStore, tmp_path: Path) -> None:
@@ -454,6 +501,7 @@ def _read(images: PackedImages, part: list[int]) -> list[object]:
         ("s3://bucket//b.tar", "Give s3://bucket/b.tar"),
         ("az://c/./b.tar", "Give az://c/b.tar"),
         ("https://host/a/../b.tar", "Give https://host/b.tar"),
+        ("https://[::1/a", "https://\\[::1/a is no address: Invalid IPv6 URL"),
         ("s3://bucket/a//", "Give s3://bucket/a,"),
         ("ftp://me:hidden@host/a?hidden", "ftp://host/a is a URL, expected a path"),
     ],

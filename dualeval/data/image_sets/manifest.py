@@ -120,8 +120,8 @@ class StoredManifest(InPieces, ManifestImages):
             )
         if odd := next((name for name in self._paths if not is_plain(name)), None):
             raise UsageError(
-                f"{path}: the path {odd!r} has an empty part, . or .. in it, expected that of a picture below "
-                f"{self._root}, such as dog/1.jpg."
+                f"{path}: the path {odd!r} has an empty part, . or .. in it, expected that of a picture "
+                f"below {self._root}, such as dog/1.jpg."
             )
         self._pieces = ObjectPieces.below(self._root, self._paths)
         if self._pieces.are_missing:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from dualeval.data.stores.store import Again, Found, changed
+from dualeval.data.stores.store import Again, Found, certificates, changed
 from dualeval.errors import StoreError
 
 _OPEN_FILES = 64
@@ -143,7 +143,7 @@ def _make(process: int, scheme: str, bucket: str) -> Any:
         region = "us-east-1" if endpoint else fs.resolve_s3_region(bucket)
     host = parts.hostname or f"{bucket}.s3.{region}.amazonaws.com"
     proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
-    authority = env.get("AWS_CA_BUNDLE") or env.get("SSL_CERT_FILE")
+    authority = certificates("AWS_CA_BUNDLE", "SSL_CERT_FILE") if parts.scheme == "https" else None
     return fs.S3FileSystem(
         region=region,
         anonymous=env.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true"),

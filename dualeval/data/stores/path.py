@@ -71,8 +71,8 @@ class StorePath(PosixPath):
         entries = sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
         if odd := next((name for name, *_ in entries if not is_plain(name)), None):
             raise UsageError(
-                f"{self} holds an object {odd}, whose key has an empty part, . or .. in it, which no reader takes "
-                "for a path. Copy it to another key, or remove it."
+                f"{self} holds an object {odd}, whose key has an empty part, . or .. in it, so that it is no "
+                "path. Copy it to another key, or remove it."
             )
         return entries
 
