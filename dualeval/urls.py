@@ -51,6 +51,13 @@ def check_parts(what: str, url: str) -> None:
         )
 
 
+def command_on(command: str, path: PurePath) -> str:
+    """A command with {} for a file, for people; one in a store is not where commands take it from."""
+    if url_of(path) is None:
+        return command.format(path)
+    return f"download it, type {command.format(path.name)}, and upload what that writes"
+
+
 def refuse_url(what: str, text: str, why: str = "") -> None:
     """Refuse an address, of an object store or of the web, where a path is expected."""
     if _URL.match(text):

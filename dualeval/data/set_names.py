@@ -135,6 +135,8 @@ _PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
 
 def is_tar(path: Path) -> bool:
     """Whether a path is that of a tar file, of a pattern of them, or of a folder that holds them alone."""
+    if url_of(path) and is_tar_name(path.name):
+        return True  # without the right to list, none may ask for a folder of this name
     return _holds(path, is_tar_name) if path.is_dir() else is_tar_name(path.name)
 
 

@@ -20,6 +20,7 @@ from dualeval.data.set_names import is_tar_name
 from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
+from dualeval.urls import command_on
 
 # The parts of a sample that say its class, its text, and more of it.
 CLASS, TEXT, JSON = ".cls", ".txt", ".json"
@@ -63,7 +64,7 @@ def _refuse_compressed(path: Path) -> None:
         if head.startswith(begin):
             raise UsageError(
                 f"{path} is compressed, so that no sample can be read without all before it. Make a .tar of "
-                f"it, and give that: {command} {path}"
+                f"it, and give that: {command_on(f'{command} {{}}', path)}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow.csv
@@ -29,12 +31,14 @@ from dualeval.data.labels import choose_labels
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.set_names import kind_at
 from dualeval.data.squad import read_questions
 from dualeval.data.stores import arrow, copies, requests, web
 from dualeval.data.stores.path import path_at
 from dualeval.data.stores.requests import Patience
-from dualeval.data.table import read_rows
+from dualeval.data.table import AS_USUAL, open_table, read_rows
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, StoreError, UsageError
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.weights import weights_at
 from dualeval.tasks.labels import FolderLabels
 from dualeval.tasks.segmentation import Segmentation
@@ -218,6 +222,7 @@ def test_a_file_that_is_read_whole_is_fetched_once(
         at = address(store, kind, "bucket/a/model.safetensors")
         copy = weights_at(at)
         assert copy.name == "model.safetensors"
+        assert str(copy) == f"{copy}" == at
         assert copy.read_bytes() == content
         store.forget()
         assert weights_at(at) == copy
@@ -227,6 +232,9 @@ def test_a_file_that_is_read_whole_is_fetched_once(
         assert newer.read_bytes() == content[::-1]
         assert not copy.exists()
         store.put("bucket/a/model.safetensors", content)
+    store.put("bucket/empty.pt", b"\x1f\x8b")
+    with pytest.raises(UsageError, match=r"weights file s3://bucket/empty.pt is a gzip archive"):
+        read_state_dict(weights_at("s3://bucket/empty.pt"), None)
     with pytest.raises(UsageError, match=r"--weights s3://bucket/a is a folder. Give one file of it"):
         weights_at("s3://bucket/a")
     with pytest.raises(UsageError, match=r"--weights s3://bucket/b.pt does not exist"):
@@ -367,6 +375,46 @@ def test_without_credentials_it_is_said_which_there_are(
     said = said_of("s3://bucket/val.tar", exit_code=EXIT_USAGE)
     assert "None of AWS_ACCESS_KEY_ID" in said
     assert "AWS_NO_SIGN_REQUEST=YES" in said
+
+
+def test_who_sends_no_credentials_is_told_so(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_NO_SIGN_REQUEST", "YES")
+    store.fault = failing(math.inf, refusing(403, "AccessDenied"))
+    said = said_of("s3://bucket/val.tar", exit_code=EXIT_USAGE)
+    assert "No credentials are sent, as AWS_NO_SIGN_REQUEST is set: unset it" in said
+    assert "AWS_ACCESS_KEY_ID" not in said
+
+
+def test_shards_are_read_without_the_right_to_list(store: ObjectStore, tmp_path: Path) -> None:
+    """Then all that is not there is denied."""
+    put_tars(store, fashion(20), tmp_path)
+
+    def fault(handler: Handler) -> bool:
+        if "list-type" in handler.path or unquote(handler.path).lstrip("/") not in store.objects:
+            handler.refuse(403, "AccessDenied")
+            return True
+        return False
+
+    store.fault = fault
+    for kind in ("s3", "https"):
+        at = address(store, kind, "bucket/shards/val-{0..2}.tar")
+        assert len(opened(at)) == 20
+        assert kind_at(path_at(at)).module == "tar_shards"
+    said = said_of("s3://bucket/shards/val-{2..3}.tar", exit_code=EXIT_USAGE)
+    assert re.search("val-3.tar: access denied .* stores deny what is not there, too", said)
+
+
+def test_commands_on_files_in_stores_begin_with_a_download(store: ObjectStore) -> None:
+    store.put("bucket/a.csv", "text,label\ngr\xfcn,1".encode("latin-1"))
+    store.put("bucket/b.csv", gzip.compress(b"text,label"))
+    store.put("bucket/c.tar.gz", gzip.compress(bytes(1024)))
+    example = {"text": "a", "label": 3}
+    with pytest.raises(UsageError, match=r"download it, type iconv .* a.csv > new.csv .*, and upload what"):
+        read_rows("s3://bucket/a.csv", lambda _: ("text", "label"), example)
+    with pytest.raises(UsageError, match=r"b.csv is a gzip archive. Unpack it first"):
+        open_table(path_at("s3://bucket/b.csv"), lambda _: ("text", "label"), example, options=AS_USUAL)
+    with pytest.raises(UsageError, match=r"download it, type gunzip --keep c.tar.gz, and upload what"):
+        opened("s3://bucket/c.tar.gz")
 
 
 def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:

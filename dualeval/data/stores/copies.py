@@ -6,12 +6,25 @@ import fcntl
 import hashlib
 import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 from dualeval.data.stores.path import StorePath
 from dualeval.data.stores.requests import IN_FLIGHT, PART_BYTES, at_once
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
+
+# Where copies of this process come from, by their paths.
+_ADDRESSES: dict[str, str] = {}
+
+
+class CopyPath(PosixPath):
+    """The path of a copy, which people see as the address that they gave."""
+
+    def __str__(self) -> str:
+        return _ADDRESSES.get(super().__str__(), super().__str__())
+
+    def __fspath__(self) -> str:
+        return super().__str__()
 
 
 def local_copy(what: str, url: str) -> Path:
@@ -38,7 +51,8 @@ def local_copy(what: str, url: str) -> Path:
             f"{what} {url} cannot be copied to {home}: {error.strerror or error}. XDG_CACHE_HOME=DIR takes "
             "another folder."
         ) from error
-    return copy
+    _ADDRESSES[str(copy)] = url
+    return CopyPath(copy)
 
 
 def _fetch(path: StorePath, into: Path) -> None:
