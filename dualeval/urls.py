@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 from dualeval.errors import UsageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# By scheme the module of ``data/stores`` that reads them.
+SCHEMES: dict[str, str] = {"s3": "arrow", "gs": "arrow", "az": "arrow", "https": "web", "http": "web"}
 # A Path has lost one of the slashes.
-_OF_STORE = re.compile(r"(s3|gs|az|https?):/{1,2}(?=[^/])")
+_OF_STORE = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?=[^/])")
 # Parts of a path that mean nothing on a disk.
 _LEFT_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
 _OWN_HOSTS = ("127.0.0.1", "localhost")

@@ -31,7 +31,8 @@ from dualeval.data.labels import choose_labels
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.packed import PackedImages
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import kind_at
+from dualeval.data.set_names import is_tar_name, kind_at
+from dualeval.data.shards import shards_at
 from dualeval.data.squad import read_questions
 from dualeval.data.stores import arrow, copies, requests, web
 from dualeval.data.stores.path import path_at
@@ -121,6 +122,17 @@ def test_shards_in_a_store_are_those_on_a_disk(store: ObjectStore, tmp_path: Pat
     assert len(gets) == 1
     assert len(store.requests) - len(gets) == (kind == "s3")
     print(there.path(0))
+
+
+def test_shards_of_a_pattern_are_looked_for_together(store: ObjectStore) -> None:
+    for number in range(8):
+        store.put(f"bucket/{number}.tar", bytes(1024))
+    store.delay = 0.1
+    for kind in ("s3", "https"):
+        store.forget()
+        assert len(shards_at(path_at(address(store, kind, "bucket/{0..7}.tar")), is_tar_name, "")) == 8
+        assert store.most_at_once > 4
+        assert len(store.requests) == 8
 
 
 def test_a_shard_is_fetched_once_and_its_index_is_kept(store: ObjectStore, tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ class ArrowStore:
         return [(info.path[first:], info.size, info.mtime_ns or 0) for info in infos if info.is_file]
 
 
+STORE = ArrowStore()
+
+
 def _path(url: str) -> str:
     return url.partition("://")[2].rstrip("/")
 
@@ -202,8 +205,8 @@ def _meaning(url: str, error: OSError) -> Exception:
         try:
             _list(url, recursive=False)
         except OSError as other:
-            if not _PASSES.search(_short(other)):
-                said = f"{_short(other)}; {said}"
+            if (reason := _short(other)) and not _PASSES.search(reason):
+                said = f"{reason}; {said}"
     for pattern, what, advice in _MEANINGS:
         if re.search(pattern, said):
             return StoreError(f"{url}: {what} ({said}). {advice.format(_who(url))}.")

@@ -32,6 +32,8 @@ def path_at(value: str | Path, what: str = "--data") -> Path:
 class StorePath(PosixPath):
     """A path whose text is an address; what it is is asked once, when somebody wants to know."""
 
+    _found: Found | None = None
+
     def __str__(self) -> str:
         return url_of(super().__str__()) or super().__str__()
 
@@ -44,10 +46,13 @@ class StorePath(PosixPath):
     def resolve(self, strict: bool = False) -> StorePath:
         return self
 
-    @cached_property
+    @property
     def found(self) -> Found:
         """The file as it was when this was first asked; FileNotFoundError where it is not there."""
-        return asked(str(self), lambda: store_of(str(self)).look(str(self)))
+        # Up to Python 3.11 a cached_property has one lock for all paths: they would be asked one by one.
+        if self._found is None:
+            self._found = asked(str(self), lambda: store_of(str(self)).look(str(self)))
+        return self._found
 
     def exists(self, **_: Any) -> bool:
         return self.is_dir() or self.is_file()

@@ -72,6 +72,9 @@ class WebStore:
         return []
 
 
+STORE = WebStore()
+
+
 class _TooShort(OSError):
     """A file ends before the part that is asked for."""
 
