@@ -242,6 +242,11 @@ def kind_at(path: Path) -> Kind:
                 f"instead: --data {folder}"
             )
         fault = "is a file" if path.exists() else "does not exist"
+        if url_of(path) and path.exists():
+            raise UsageError(
+                f"--data {path} is a file that is read from a disk alone: copy it there, and give its path. "
+                "Where it lies, class folders, manifests and tar shards are read."
+            )
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "
             "manifest (.csv, .tsv, .jsonl, .parquet), tar shards (.tar), a pack (.pack) or a data set by "

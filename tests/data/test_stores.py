@@ -429,6 +429,21 @@ def test_commands_on_files_in_stores_begin_with_a_download(store: ObjectStore) -
         opened("s3://bucket/c.tar.gz")
 
 
+def test_forms_that_are_read_from_a_disk_alone_are_named(store: ObjectStore, tmp_path: Path) -> None:
+    table = pyarrow.table({"image": [{"bytes": b"x", "path": "a.png"}], "label": [1]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    store.put("bucket/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    store.put("bucket/a.pack", b"x")
+    with pytest.raises(
+        UsageError, match=r"--data s3://bucket/a.pack is a file that is read from a disk alone"
+    ):
+        kind_at(path_at("s3://bucket/a.pack"))
+    options: dict[str, Any] = {"keep": (), "quoting": None, "path_column": None, "label_column": None}
+    label = FolderLabels(order=None, **BY_NAME)
+    with pytest.raises(UsageError, match=r"Pictures in Parquet are read from a disk: copy it there"):
+        manifest.open_images(path_at("s3://bucket/a.parquet"), image_root=None, label=label, **options)
+
+
 def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:
     put_tars(store, fashion(4), tmp_path)
     for at in ("s3://bucket/no.tar", f"{store.endpoint}/bucket/no.tar"):
