@@ -247,6 +247,8 @@ def test_a_file_that_is_read_whole_is_fetched_once(
     store.put("bucket/empty.pt", b"\x1f\x8b")
     with pytest.raises(UsageError, match=r"weights file s3://bucket/empty.pt is a gzip archive"):
         read_state_dict(weights_at("s3://bucket/empty.pt"), None)
+    with pytest.raises(UsageError, match=r"index.json is an index of several files. Copy all to a disk"):
+        weights_at("s3://bucket/a/model.safetensors.index.json")
     with pytest.raises(UsageError, match=r"--weights s3://bucket/a is a folder. Give one file of it"):
         weights_at("s3://bucket/a")
     with pytest.raises(UsageError, match=r"--weights s3://bucket/b.pt does not exist"):

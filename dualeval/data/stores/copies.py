@@ -30,6 +30,10 @@ class CopyPath(PosixPath):
 def local_copy(what: str, url: str) -> Path:
     """A file as it is now, fetched once by all processes of a machine; older copies of it are removed."""
     path = StorePath(url)
+    if url.endswith(".index.json"):
+        raise UsageError(
+            f"{what} {url} is an index of several files. Copy all to a disk, and give its folder."
+        )
     if not path.is_file():
         folder = "is a folder. Give one file of it, or copy the folder to a disk, and give that"
         raise UsageError(f"{what} {url} {folder if path.is_dir() else 'does not exist'}.")
