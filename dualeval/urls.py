@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections.abc import Callable
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from dualeval.errors import UsageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# By scheme the module of ``data/stores`` that reads them.
+SCHEMES: dict[str, str] = {"s3": "arrow", "gs": "arrow", "az": "arrow", "https": "web", "http": "web"}
 # A Path has lost one of the slashes.
-_OF_STORE = re.compile(r"(s3|gs|az|https?):/{1,2}(?=[^/])")
+_OF_STORE = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?=[^/])")
+# Parts of a path that mean nothing on a disk.
+_LEFT_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
 _OWN_HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -33,6 +39,28 @@ def is_safe(url: str) -> bool:
     return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _OWN_HOSTS)
 
 
+def is_plain(path: str) -> bool:
+    """Whether no part of a path is empty, "." or ".."; a slash at its end makes none."""
+    return not _LEFT_OUT.search(path.removesuffix("/"))
+
+
+def check_parts(what: str, url: str) -> None:
+    """Refuse an address with parts that paths and servers leave out: it would name another object."""
+    shown, (scheme, _, path) = without_secrets(url), url.partition("://")
+    if not is_plain(path):
+        raise UsageError(
+            f"{what} {shown} has an empty part, . or .. in it, expected a name between any two slashes. Give "
+            f"{scheme}:/{posixpath.normpath(f'/{path}')}, or copy an object whose key is so to another key."
+        )
+
+
+def command_on(command: Callable[[PurePath], str], path: PurePath) -> str:
+    """A command on a file, for people; one in a store is not where commands take it from."""
+    if url_of(path) is None:
+        return command(path)
+    return f"download it, type {command(PurePath(path.name))}, and upload what that writes"
+
+
 def refuse_url(what: str, text: str, why: str = "") -> None:
     """Refuse an address, of an object store or of the web, where a path is expected."""
     if _URL.match(text):
@@ -45,7 +73,11 @@ def check_url(what: str, value: object) -> None:
     if (url := url_of(value)) is None:
         refuse_url(what, str(value))
         return
-    shown, parts = without_secrets(url), urlsplit(url)
+    shown = without_secrets(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{what} {shown} is no address: {error}") from error
     if "@" in parts.netloc:
         raise UsageError(
             f"{what} {shown} has a user or password in it, which would be seen by others. {_CREDENTIALS}"
@@ -63,6 +95,7 @@ def check_url(what: str, value: object) -> None:
     if not parts.netloc or not parts.path.strip("/"):
         place = "HOST" if parts.scheme.startswith("http") else "BUCKET"
         raise UsageError(f"{what} {shown} names no file. Expected {parts.scheme}://{place}/PATH.")
+    check_parts(what, url)
 
 
 _CREDENTIALS = (

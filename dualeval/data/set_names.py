@@ -135,6 +135,8 @@ _PACKED_TARS = ("tgz", "tzst", "tbz2", "txz")
 
 def is_tar(path: Path) -> bool:
     """Whether a path is that of a tar file, of a pattern of them, or of a folder that holds them alone."""
+    if url_of(path) and is_tar_name(path.name):
+        return True  # without the right to list, none may ask for a folder of this name
     return _holds(path, is_tar_name) if path.is_dir() else is_tar_name(path.name)
 
 
@@ -249,6 +251,11 @@ def kind_at(path: Path) -> Kind:
                 f"instead: --data {folder}"
             )
         fault = "is a file" if path.exists() else "does not exist"
+        if url_of(path) and path.exists():
+            raise UsageError(
+                f"--data {path} is a file that is read from a disk alone: copy it there, and give its path. "
+                "Where it lies, class folders, manifests and tar shards are read."
+            )
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "
             "manifest (.csv, .tsv, .jsonl, .parquet), tar shards (.tar), a pack (.pack) or a data set by "

@@ -12,6 +12,7 @@ from dualeval.data.set_names import PARTS
 from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of
+from dualeval.urls import url_of
 
 _RANGE = re.compile(r"\{(?:([0-9]+)\.\.([0-9]+)|([^{}]*,[^{}]*))\}", re.ASCII)
 _MOST = 10**6
@@ -22,13 +23,16 @@ _WORD, _NUMBER = re.compile(r"[a-z]+"), re.compile(r"(?<=[-_.])[0-9]+")
 
 def shards_at(data: Path, is_shard: Callable[[str], bool], example: str) -> list[Path]:
     """The shards at a path, those of a folder by name, or those of a pattern {000..063} in its order."""
-    if data.is_dir():
+    names = list(itertools.islice(_expanded(str(data)), _MOST))
+    # Without the right to list, a store refuses to say that nothing has a pattern's own name.
+    is_pattern = url_of(data) is not None and names != [str(data)]
+    if not is_pattern and data.is_dir():
         paths = sorted(each for each in data.glob("[!.]*") if is_shard(each.name))
         _refuse_parts(data, paths)
         return paths
-    if data.exists():
+    if not is_pattern and data.exists():
         return [data]
-    paths = [path_at(name) for name in itertools.islice(_expanded(str(data)), _MOST)]
+    paths = [path_at(name) for name in names]
     with ThreadPoolExecutor(_THREADS, "dualeval-shards") as pool:
         there = [*pool.map(lambda path: path.is_file(), paths)]
     missing = [path for path, is_there in zip(paths, there, strict=True) if not is_there]

@@ -17,6 +17,7 @@ from dualeval.data.stores.path import path_at
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
 from dualeval.process.status_line import doing
+from dualeval.urls import command_on
 
 _NAMED_AT_MOST = 12
 
@@ -133,7 +134,10 @@ def guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         near = error.object[max(0, error.start - 20) : error.end]
-        advice = f"Write it anew: iconv -f WINDOWS-1252 -t UTF-8 {path} > new{path.suffix} (or -f UTF-16)"
+        if other := what_it_is(path):
+            raise UsageError(f"{path} {other}.") from error
+        command = f"iconv -f WINDOWS-1252 -t UTF-8 {{}} > new{path.suffix} (or -f UTF-16)"
+        advice = f"Write it anew: {command_on(command.format, path)}"
         raise UsageError(f"{path} is not UTF-8, at {near!r}. {advice}") from error
 
 

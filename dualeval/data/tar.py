@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from dualeval.data.contents import what_it_holds
@@ -21,6 +21,7 @@ from dualeval.data.set_names import is_tar_name
 from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import StorePath
 from dualeval.errors import UsageError
+from dualeval.urls import command_on
 
 # The parts of a sample that say its class, its text, and more of it.
 CLASS, TEXT, JSON = ".cls", ".txt", ".json"
@@ -36,6 +37,13 @@ _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bu
 _FILES, _LINKS, _LONG_NAME, _LONG_LINK, _SPARSE = b"0\0007", b"12", b"L", b"K", b"S"
 _PAX = b"xXg"
 _LINKED = "Pack the file itself: tar --dereference --hard-dereference -cf NEW.tar FOLDER"
+
+
+def _unpack(command: str, path: PurePath) -> str:
+    """What makes x.tar of x.tar.gz and of x.tgz; a compressed x.tar is moved away."""
+    new = path.with_name(path.name.split(".tar")[0].removesuffix(path.suffix) + ".tar")
+    packed, move = (f"{path}.packed", f"mv {path} {path}.packed; ") if new == path else (path, "")
+    return f"{move}{command} -c {packed} > {new}"
 
 
 def tars_at(data: Path) -> list[Path]:
@@ -57,13 +65,9 @@ def _refuse_compressed(path: Path) -> None:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     for begin, command in _COMPRESSED.items():
         if head.startswith(begin):
-            # x.tar of x.tar.gz and of x.tgz; a compressed x.tar is moved away.
-            new = path.with_name(path.name.split(".tar")[0].removesuffix(path.suffix) + ".tar")
-            packed, move = (f"{path}.packed", f"mv {path} {path}.packed; ") if new == path else (path, "")
-            how = "" if isinstance(path, StorePath) else f": {move}{command} -c {packed} > {new}"
             raise UsageError(
                 f"{path} is compressed, so that no sample can be read without all before it. Make a .tar of "
-                f"it, and give that{how}"
+                f"it, and give that: {command_on(partial(_unpack, command), path)}"
             )
 
 

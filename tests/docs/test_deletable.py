@@ -49,8 +49,14 @@ def table(form: str) -> Part:
     return Part(files=[f"data/tables/{form}.py"], lines={_NAMES: rf'"\.\w+": "{form}"(, )?'})
 
 
+def store(kind: str) -> Part:
+    return Part(files=[f"data/stores/{kind}.py"], lines={"urls.py": rf'"\w+": "{kind}"(, )?'})
+
+
 def images(kind: str) -> Part:
-    lines = {_NAMES: rf'    .*\), "{kind}"\),\n|    "{kind}": .*\n'}
+    lines = {
+        _NAMES: rf'    .*\), "{kind}"\),\n|    "{kind}": Kind\(\n(        .*\n)*    \),\n|    "{kind}": .*\n'
+    }
     return Part(files=[f"data/image_sets/{kind}.py"], lines=lines)
 
 
@@ -113,6 +119,8 @@ PARTS = {
     "data class folders": images("class_folders"),
     "data manifests": images("manifest"),
     "data tar shards": images("tar_shards"),
+    "data in object stores": store("arrow"),
+    "data on the web": store("web"),
     "packs": Part(
         files=[
             *("tools/pack", "data/pack_file.py"),

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dualeval.data.cache import DataCache
 from dualeval.data.stores import arrow
 from dualeval.errors import StoreError
 from dualeval.result import Result, read_result
+from dualeval.tools.pack.packing import pack_task
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_packed_runs import COUNT, run, task_of
@@ -96,6 +98,30 @@ def test_a_store_that_refuses_ends_the_run_where_samples_may_be_skipped(
     monkeypatch.setattr(store, "fault", expired)
     with pytest.raises(StoreError, match="credentials have expired"):
         evaluate(images, out, batch_size=4, on_error="skip")
+
+
+def test_a_store_that_refuses_ends_a_packing_which_goes_on(
+    store: ObjectStore, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a pack would have failed samples, for good."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arrow._make.cache_clear()
+    store.forget()
+
+    def expired(handler: Handler) -> bool:
+        if len(store.requests) < 60:
+            return False
+        handler.refuse(403, "ExpiredToken")
+        return True
+
+    monkeypatch.setattr(store, "fault", expired)
+    with pytest.raises(StoreError, match="credentials have expired"):
+        pack_task(task_of(Path("s3://bucket/val")), tmp_path / "a.pack", 0, DataCache())
+    monkeypatch.setattr(store, "fault", None)
+    said = pack_task(task_of(Path("s3://bucket/val")), tmp_path / "a.pack", 0, DataCache())
+    assert f"{COUNT} samples" in said
+    assert "access denied" not in said
 
 
 def test_two_ranks_that_are_killed_go_on_to_the_digest(

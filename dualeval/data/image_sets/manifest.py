@@ -23,7 +23,7 @@ from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_ot
 from dualeval.errors import UsageError
 from dualeval.messages import counted
 from dualeval.process.status_line import doing
-from dualeval.urls import url_of
+from dualeval.urls import is_plain, url_of
 
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
@@ -34,7 +34,7 @@ def open_images(
     at: Path, *, image_root: str | Path | None, keep: tuple[str, ...], quoting: str | None, **options: Any
 ) -> ManifestImages:
     """Open those that a manifest lists; what is done to each is decided afterwards (``prepared``)."""
-    root = None if image_root is None else path_at(image_root)
+    root = None if image_root is None else path_at(image_root, "--image-root")
     return (StoredManifest if url_of(root or at) else ManifestImages)(
         at, Preprocessing(), image_root=root, options=TableOptions(keep, quoting), **options
     )
@@ -117,6 +117,11 @@ class StoredManifest(InPieces, ManifestImages):
             raise UsageError(
                 f"{path}: single pictures are read from object stores and disks, not over https://. Give "
                 "--image-root DIR, or pack them in tar shards."
+            )
+        if odd := next((name for name in self._paths if not is_plain(name)), None):
+            raise UsageError(
+                f"{path}: the path {odd!r} has an empty part, . or .. in it, expected that of a picture "
+                f"below {self._root}, such as dog/1.jpg."
             )
         self._pieces = ObjectPieces.below(self._root, self._paths)
         if self._pieces.are_missing:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from dualeval.data.stores.store import Again, Found, changed
+from dualeval.data.stores.store import Again, Found, certificates, changed
 from dualeval.errors import StoreError
 
 _OPEN_FILES = 64
@@ -70,6 +70,9 @@ class ArrowStore:
         first = len(_path(url)) + 1
         infos = _told(url, lambda: _list(url))
         return [(info.path[first:], info.size, info.mtime_ns or 0) for info in infos if info.is_file]
+
+
+STORE = ArrowStore()
 
 
 def _path(url: str) -> str:
@@ -143,10 +146,10 @@ def _make(process: int, scheme: str, bucket: str) -> Any:
         region = "us-east-1" if endpoint else fs.resolve_s3_region(bucket)
     host = parts.hostname or f"{bucket}.s3.{region}.amazonaws.com"
     proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
-    authority = env.get("AWS_CA_BUNDLE") or env.get("SSL_CERT_FILE")
+    authority = certificates("AWS_CA_BUNDLE", "SSL_CERT_FILE") if parts.scheme == "https" else None
     return fs.S3FileSystem(
         region=region,
-        anonymous=env.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true"),
+        anonymous=_is_anonymous(),
         scheme=parts.scheme,
         endpoint_override=parts.netloc or None,
         connect_timeout=_CONNECT_S,
@@ -171,7 +174,11 @@ _MEANINGS = (
     ("SIGNATURE_DOES_NOT|SignatureDoesNot", "the secret key is wrong", "Check AWS_SECRET_ACCESS_KEY"),
     ("TIME_TOO_SKEWED|TimeTooSkewed", "this machine's clock is wrong", "Set it"),
     (rf"status 30\d|{_REGION}", "the bucket is in another region", "Set AWS_REGION to it, or to nothing"),
-    (rf"status 40[13]|{_DENIED}", "access denied", "{}"),
+    (
+        rf"status 40[13]|{_DENIED}",
+        "access denied",
+        "{}. Without the right to list, stores deny what is not there, too",
+    ),
     ("curlCode: 6,", "the host is not known here", "Check AWS_ENDPOINT_URL, AWS_REGION and the network"),
     ("curlCode: (35|51|58|60|77),", "no secure connection", "AWS_CA_BUNDLE names a file of certificates"),
     ("curlCode: (5|97),|status 407", "the proxy cannot be used", "Check HTTPS_PROXY and NO_PROXY"),
@@ -198,11 +205,11 @@ def _meaning(url: str, error: OSError) -> Exception:
         try:
             _list(url, recursive=False)
         except OSError as other:
-            if not _PASSES.search(_short(other)):
-                said = f"{_short(other)}; {said}"
+            if (reason := _short(other)) and not _PASSES.search(reason):
+                said = f"{reason}; {said}"
     for pattern, what, advice in _MEANINGS:
         if re.search(pattern, said):
-            return StoreError(f"{url}: {what} ({said}). {advice.format(_who())}.")
+            return StoreError(f"{url}: {what} ({said}). {advice.format(_who(url))}.")
     if isinstance(error, FileNotFoundError) or re.search("NO_SUCH_KEY|NoSuchKey|NotFound|NOT_FOUND", said):
         return FileNotFoundError(2, "No such object", url)
     if _LOST_ANSWER.search(said):
@@ -215,8 +222,14 @@ def _short(error: OSError) -> str:
     return "" if isinstance(error, FileNotFoundError) else str(error).rpartition("AWS Error ")[2][:300]
 
 
-def _who() -> str:
+def _is_anonymous() -> bool:
+    return os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true")
+
+
+def _who(url: str) -> str:
     """How this process shows who it is, without any secret."""
+    if _is_anonymous() and url.startswith("s3:"):
+        return "No credentials are sent, as AWS_NO_SIGN_REQUEST is set: unset it if the bucket is not public"
     names = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_KEY")
     there = [name for name in names if os.environ.get(name)]
     if there:

@@ -6,17 +6,34 @@ import fcntl
 import hashlib
 import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 from dualeval.data.stores.path import StorePath
 from dualeval.data.stores.requests import IN_FLIGHT, PART_BYTES, at_once
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
 
+# Where copies of this process come from, by their paths.
+_ADDRESSES: dict[str, str] = {}
+
+
+class CopyPath(PosixPath):
+    """The path of a copy, which people see as the address that they gave."""
+
+    def __str__(self) -> str:
+        return _ADDRESSES.get(super().__str__(), super().__str__())
+
+    def __fspath__(self) -> str:
+        return super().__str__()
+
 
 def local_copy(what: str, url: str) -> Path:
     """A file as it is now, fetched once by all processes of a machine; older copies of it are removed."""
     path = StorePath(url)
+    if url.endswith(".index.json"):
+        raise UsageError(
+            f"{what} {url} is an index of several files. Copy all to a disk, and give its folder."
+        )
     if not path.is_file():
         folder = "is a folder. Give one file of it, or copy the folder to a disk, and give that"
         raise UsageError(f"{what} {url} {folder if path.is_dir() else 'does not exist'}.")
@@ -38,7 +55,8 @@ def local_copy(what: str, url: str) -> Path:
             f"{what} {url} cannot be copied to {home}: {error.strerror or error}. XDG_CACHE_HOME=DIR takes "
             "another folder."
         ) from error
-    return copy
+    _ADDRESSES[str(copy)] = url
+    return CopyPath(copy)
 
 
 def _fetch(path: StorePath, into: Path) -> None:

@@ -14,19 +14,25 @@ from typing import IO, Any
 
 from dualeval.data.stores.requests import asked, read_all, store_of
 from dualeval.data.stores.store import Found
-from dualeval.urls import url_of
+from dualeval.errors import UsageError
+from dualeval.urls import check_parts, is_plain, url_of
 
 # What is read at once of a file that is read to its end, and of one that may not be.
 _AHEAD_BYTES, _HEAD_BYTES = 4 << 20, 1 << 16
 
 
-def path_at(value: str | Path) -> Path:
+def path_at(value: str | Path, what: str = "--data") -> Path:
     """The path that a text names, on a disk or in a store."""
-    return Path(value) if (url := url_of(value)) is None else StorePath(url)
+    if (url := url_of(value)) is None:
+        return Path(value)
+    check_parts(what, url)
+    return StorePath(url)
 
 
 class StorePath(PosixPath):
     """A path whose text is an address; what it is is asked once, when somebody wants to know."""
+
+    _found: Found | None = None
 
     def __str__(self) -> str:
         return url_of(super().__str__()) or super().__str__()
@@ -40,10 +46,13 @@ class StorePath(PosixPath):
     def resolve(self, strict: bool = False) -> StorePath:
         return self
 
-    @cached_property
+    @property
     def found(self) -> Found:
         """The file as it was when this was first asked; FileNotFoundError where it is not there."""
-        return asked(str(self), lambda: store_of(str(self)).look(str(self)))
+        # Up to Python 3.11 a cached_property has one lock for all paths: they would be asked one by one.
+        if self._found is None:
+            self._found = asked(str(self), lambda: store_of(str(self)).look(str(self)))
+        return self._found
 
     def exists(self, **_: Any) -> bool:
         return self.is_dir() or self.is_file()
@@ -64,7 +73,13 @@ class StorePath(PosixPath):
     @cached_property
     def entries(self) -> list[tuple[str, int, int]]:
         """Of all files below a folder the path from there, size, and time of change in ns, by path."""
-        return sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
+        entries = sorted(asked(str(self), lambda: store_of(str(self)).entries(str(self))))
+        if odd := next((name for name, *_ in entries if not is_plain(name)), None):
+            raise UsageError(
+                f"{self} holds an object {odd}, whose key has an empty part, . or .. in it, so that it is no "
+                "path. Copy it to another key, or remove it."
+            )
+        return entries
 
     def glob(self, pattern: str, **_: Any) -> Iterator[Path]:  # type: ignore[override]
         """The files in the folder itself."""

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from importlib import import_module
 from typing import TypeVar
 
 from dualeval.data.stores.store import Again, Found, Store
 from dualeval.errors import EXIT_FAILED, StoreError
 from dualeval.process.status_line import LINE
-from dualeval.urls import without_secrets
+from dualeval.urls import SCHEMES, without_secrets
 
 # At a time, of a process; a connection brings 50 to 100 MB/s from far or near.
 IN_FLIGHT = 16
@@ -88,19 +88,9 @@ def at_once(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> lis
 
 def store_of(url: str) -> Store:
     """The store that an address is of."""
-    return _store(is_web=url.startswith("http"))
-
-
-@cache
-def _store(*, is_web: bool) -> Store:
     # With ssl or pyarrow only where they are needed.
-    if is_web:
-        from dualeval.data.stores.web import WebStore
-
-        return WebStore()
-    from dualeval.data.stores.arrow import ArrowStore
-
-    return ArrowStore()
+    store: Store = import_module(f"dualeval.data.stores.{SCHEMES[url.partition(':')[0]]}").STORE
+    return store
 
 
 # A file, and an offset and count of bytes in it.

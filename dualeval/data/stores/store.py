@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+from dualeval.errors import StoreError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +62,15 @@ class Again(Exception):
 def changed(file: Found, now: str) -> OSError:
     """The error of a file that is another one by now."""
     return OSError(f"{file.url} has changed since the run started: {file.mark} then, {now} now")
+
+
+def certificates(*names: str) -> str | None:
+    """The file of certificates that the first of some variables names, which is there."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return None
+    if not Path(os.environ[name]).is_file():
+        raise StoreError(
+            f"{name} is {os.environ[name]!r}, expected a file of certificates. Set it to one, or unset it."
+        )
+    return os.environ[name]

@@ -18,7 +18,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.pack_file import FAILED, TURNED, PackFile, PackWriter, pixels_of, row_type, stored, sums_of
 from dualeval.engine.samples.feed import Feed, Read, Reader, why_not_forked
 from dualeval.engine.values.differences import differences, listing
-from dualeval.errors import DualevalError, UsageError, text_of, with_type
+from dualeval.errors import DualevalError, StoreError, UsageError, text_of, with_type
 from dualeval.launch.cores import usable_cores
 from dualeval.messages import counted
 from dualeval.options.job import Job
@@ -137,6 +137,8 @@ class _Packing(Reader):
             try:
                 sample = self._read_twice(index)
                 good.append(sample)
+            except StoreError:
+                raise  # no sample is at fault
             except Exception as error:  # noqa: BLE001 - it stays so: each run names it
                 sample = self._data.placeholder(index) if self._has_masks else (torch.empty(0, 0, 0), 0)
                 row["flags"] = FAILED
