@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,6 +147,40 @@ _IDS = ("id", "idx")
 
 # Rows from Python: a sequence of mappings, such as a data set of Hugging Face.
 PythonRows = Sequence[Mapping[str, Any]]
+
+
+def table_of_objects(
+    path: Path,
+    unit: str,
+    objects: Iterator[tuple[int, dict[str, Any]]],
+    no_row: str,
+    choose: Choose,
+    options: TableOptions,
+) -> Table:
+    """The table of numbered objects, whose keys are columns; ``no_row`` is the fault of one without any."""
+    if (first := next(objects, None)) is None:
+        raise UsageError(f"{path} {no_row}")
+    names = list(first[1])
+    columns = choose(names)
+    further = FurtherColumns(names, columns, options.keep)
+    rows = _rows_of_objects(path, unit, itertools.chain([first], objects), columns, further.names)
+    return Table(
+        path=path, unit=unit, columns=columns, rows=further.split_off(rows, len(columns)), further=further
+    )
+
+
+def _rows_of_objects(
+    path: Path,
+    unit: str,
+    objects: Iterator[tuple[int, dict[str, Any]]],
+    columns: Sequence[str],
+    further: Sequence[str],
+) -> Iterator[Row]:
+    for number, value in objects:
+        try:
+            yield (number, *(value[name] for name in columns), *(value.get(name) for name in further))
+        except KeyError as error:
+            raise UsageError(f"{path}, {unit} {number} has no {error.args[0]!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.image_files import FileNames, digest_of_file
 from dualeval.data.index_cache import IndexCache
 from dualeval.data.packed import FilePieces, Labelled
+from dualeval.data.set_names import PARTS
 from dualeval.data.stored import StorePieces
 from dualeval.data.stores.path import StorePath
 from dualeval.data.table_labels import TableLabels
@@ -68,7 +69,7 @@ def read_index(
             looking.count += len(shard[0]["codes"])
     states = np.array([cache.state for cache in caches], np.int64)
     ends = np.cumsum(states[:, 0])
-    names, notes = _names(paths, caches, shards)
+    names, notes = _names(at, paths, caches, shards)
     pieces = []
     remote = {str(path): path.found for path in paths if isinstance(path, StorePath)}
     for file in range(files):
@@ -154,12 +155,13 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose, further:
 
 
 def _names(
-    paths: Sequence[Path], caches: Sequence[IndexCache], shards: Sequence[_Shard]
+    at: Path, paths: Sequence[Path], caches: Sequence[IndexCache], shards: Sequence[_Shard]
 ) -> tuple[FileNames, list[str]]:
     """The ids: the pictures' names; with that of their shard before them where shards share some."""
     names, numbers = FileNames(), np.cumsum([len(arrays["ends"]) for arrays, _ in shards])
     for arrays, _ in shards:
         names.extend(arrays["names"].tobytes(), arrays["ends"])
+    _refuse_parts(at, names)
     if (twice := names.repeated()) is None:
         return names, []
     copies, ends = dict[bytes, Path](), Counter(cache.ends for cache in caches)
@@ -177,3 +179,17 @@ def _names(
             f"such as {paths[int(np.searchsorted(numbers, again, side='right'))]}: rename one of them."
         )
     return longer, [f"shards share names, such as {names.shown(twice)}: ids begin with the shard's name"]
+
+
+def _refuse_parts(at: Path, names: FileNames) -> None:
+    """Refuse shards that begin in one part of a data set and end in another one, as a packed tree does."""
+    if not len(names):
+        return
+    first, last = (names[place].split("/")[:-1] for place in (0, len(names) - 1))
+    one, other = next((pair for pair in zip(first, last, strict=False) if pair[0] != pair[1]), ("", ""))
+    if one.lower() in PARTS and other.lower() in PARTS:
+        raise UsageError(
+            f"--data {at} begins with {names.shown(0)} and ends with {names.shown(len(names) - 1)}: {one} "
+            f"and {other} are parts of a data set. Pack the one to evaluate by itself, such as tar --sort=name "
+            f"-cf {other}.tar {other}"
+        )

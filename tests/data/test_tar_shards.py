@@ -485,6 +485,14 @@ def test_shards_of_two_parts_are_not_evaluated_together(tmp_path: Path, one: str
     assert "holds shards of several parts of a data set: 1 of " in refused(tmp_path)
 
 
+def test_a_packed_tree_of_two_parts_is_not_evaluated_as_one(tmp_path: Path) -> None:
+    members = {
+        f"set/{part}/{name}": data for part in ("train", "val") for name, data in samples(0, 2).items()
+    }
+    pack(tmp_path / "all.tar", members)
+    assert "train and val are parts of a data set. Pack the one" in refused(tmp_path / "all.tar")
+
+
 def test_class_folders_beside_tars_are_class_folders(tmp_path: Path) -> None:
     """ImageNet's archive lies beside the folders that came out of it, and perhaps nobody may move it."""
     pack(tmp_path / "ILSVRC2012_img_val.tar", samples(0, 3))

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.table import Choose, Table, TableOptions, guarded
-from dualeval.data.tables.jsonl import table_of_objects
+from dualeval.data.table import Choose, Table, TableOptions, guarded, table_of_objects
 from dualeval.data.tar import CLASS, JSON, TEXT, Member, TarReader, tars_at
 
 # The columns of files that hold one value; an object of JSON has its own names.
