@@ -190,6 +190,6 @@ def _refuse_parts(at: Path, names: FileNames) -> None:
     if one.lower() in PARTS and other.lower() in PARTS:
         raise UsageError(
             f"--data {at} begins with {names.shown(0)} and ends with {names.shown(len(names) - 1)}: {one} "
-            f"and {other} are parts of a data set. Pack the one to evaluate by itself, such as tar --sort=name "
-            f"-cf {other}.tar {other}"
+            f"and {other} are parts of a data set. Pack the one to evaluate by itself: tar --sort=name -cf "
+            f"{other}.tar {other}"
         )
