@@ -54,7 +54,7 @@ class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
 
 
 _NO_STORE = (
-    ", and results are written to a disk. Give a folder, and copy it to the store when the run is done."
+    ", and results are written to a disk. Give a path there, and copy it to the store when all is done."
 )
 
 

@@ -614,8 +614,8 @@ def test_addresses_survive_paths(url: str) -> None:
 def test_out_in_a_store_is_refused_with_what_to_do() -> None:
     done = CliRunner().invoke(command, ["run", "--out", "s3://bucket/run?sig=hidden"])
     assert str(done.exception).endswith(
-        "--out s3://bucket/run is a URL, and results are written to a disk. Give a folder, and copy it to "
-        "the store when the run is done."
+        "--out s3://bucket/run is a URL, and results are written to a disk. Give a path there, and copy "
+        "it to the store when all is done."
     )
     assert isinstance(done.exception, UsageError)
 
