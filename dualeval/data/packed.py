@@ -100,7 +100,9 @@ class Pieces(ABC):
 
 def states_of(paths: Sequence[Path]) -> npt.NDArray[np.int64]:
     """As of ``Pieces``."""
-    return np.array([(status.st_size, status.st_mtime_ns) for status in map(os.stat, paths)], np.int64)
+    return np.array(
+        [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in paths)], np.int64
+    )
 
 
 _Own = TypeVar("_Own", bound="InPieces")

@@ -175,14 +175,18 @@ def is_saved_folder(path: Path) -> bool:
 
 def has_picture_column(path: Path) -> bool:
     """Whether pictures lie in a column: of Parquet files, or of a folder of save_to_disk."""
+    is_pattern = is_parquet_name(path.name) and "{" in path.name
+    if url_of(path) and is_pattern:
+        return True  # without the right to list, none may ask for a file of this name
     if path.is_dir():
-        return is_saved_folder(path) or _holds(path, is_parquet_name)
+        return (not url_of(path) and is_saved_folder(path)) or _holds(path, is_parquet_name)
     if not path.exists() or not is_parquet_name(path.name):
-        return is_parquet_name(path.name) and "{" in path.name
+        return is_pattern
     import pyarrow.parquet
 
     try:
-        schema = pyarrow.parquet.read_schema(path)
+        with path.open("rb") as file:
+            schema = pyarrow.parquet.read_schema(file)
     except (OSError, pyarrow.ArrowException):
         return False  # as a manifest it is refused with the reason
     return any(is_picture_type(each.type) for each in schema)
@@ -222,7 +226,9 @@ def is_pack(path: Path) -> bool:
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
-    "hugging_face": Kind(module="hugging_face", is_at=has_picture_column, has_columns=True, **_OF_COLUMNS),
+    "hugging_face": Kind(
+        module="hugging_face", is_at=has_picture_column, has_columns=True, in_stores=True, **_OF_COLUMNS
+    ),
     "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
     "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
     "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
@@ -254,7 +260,7 @@ def kind_at(path: Path) -> Kind:
         if url_of(path) and path.exists():
             raise UsageError(
                 f"--data {path} is a file that is read from a disk alone: copy it there, and give its path. "
-                "Where it lies, class folders, manifests and tar shards are read."
+                "Where it lies, class folders, manifests, Parquet and tar shards are read."
             )
         raise UsageError(
             f"data folder {path} {fault}. Give --data a folder with one sub-folder per class, a "

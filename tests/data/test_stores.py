@@ -25,7 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval as command
-from dualeval.data.image_sets import class_folders, manifest, tar_shards
+from dualeval.data.image_sets import class_folders, hugging_face, manifest, tar_shards
 from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.labels import choose_labels
 from dualeval.data.language_rows import read_language_data
@@ -47,7 +47,7 @@ from dualeval.urls import check_url, url_of
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles.masked_pictures import Exact, write_pictures
 from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, mark_of, object_store, put_all
-from tests.vehicles.packed_pictures import Pictures, as_folder, as_tars, fashion, pack
+from tests.vehicles.packed_pictures import Pictures, as_dataset, as_folder, as_tars, fashion, pack
 from tests.vehicles.questions import write_questions
 
 BY_NAME = {"class_map": None, "num_classes": None, "of_weights": None}
@@ -431,19 +431,35 @@ def test_commands_on_files_in_stores_begin_with_a_download(store: ObjectStore) -
         opened("s3://bucket/c.tar.gz")
 
 
-def test_forms_that_are_read_from_a_disk_alone_are_named(store: ObjectStore, tmp_path: Path) -> None:
-    table = pyarrow.table({"image": [{"bytes": b"x", "path": "a.png"}], "label": [1]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    store.put("bucket/a.parquet", (tmp_path / "a.parquet").read_bytes())
+def test_a_form_that_is_read_from_a_disk_alone_is_named(store: ObjectStore) -> None:
     store.put("bucket/a.pack", b"x")
     with pytest.raises(
         UsageError, match=r"--data s3://bucket/a.pack is a file that is read from a disk alone"
     ):
         kind_at(path_at("s3://bucket/a.pack"))
-    options: dict[str, Any] = {"keep": (), "quoting": None, "path_column": None, "label_column": None}
+
+
+def test_a_parquet_file_that_changes_is_no_longer_read(store: ObjectStore, tmp_path: Path) -> None:
+    """Of row groups that are read anew, in whichever process."""
+    for name in ("one", "other"):
+        table = as_dataset(fashion(20)[:: 1 if name == "one" else -1]).data.table
+        pyarrow.parquet.write_table(table, tmp_path / name, row_group_size=5)
+    store.put("bucket/a.parquet", (tmp_path / "one").read_bytes())
+    options: dict[str, Any] = {"path_column": None, "label_column": None, "keep": (), "cache": None}
     label = FolderLabels(order=None, **BY_NAME)
-    with pytest.raises(UsageError, match=r"Pictures in Parquet are read from a disk: copy it there"):
-        manifest.open_images(path_at("s3://bucket/a.parquet"), image_root=None, label=label, **options)
+    at = path_at("s3://bucket/a.parquet")
+    images = hugging_face.open_images(at, label=label, whole_files=False, **options)
+    pictures = fashion(20)
+    assert images.targets.tolist() == [int(name[0]) for name, _ in pictures]
+    with images.opened(7) as file:
+        assert file.read() == pictures[7][1]
+    store.put("bucket/a.parquet", (tmp_path / "other").read_bytes())
+    hugging_face._row_group.cache_clear()
+    for forgets in (False, True):
+        if forgets:  # as a process that has not read any yet
+            hugging_face._in_state.cache_clear()
+        with pytest.raises(OSError, match="has changed since the run started"), images.opened(7):
+            pass
 
 
 def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def of_pictures(home: Path) -> Samples:
             "pack": ["--data", home / "val.pack"],
             "tar in the store": ["--data", stored(tars, home)],
             "folder in the store": ["--data", stored(real.data, home)],
+            "Parquet in the store": ["--data", stored(home / "val.parquet", home)],
         },
     )
 

@@ -18,15 +18,16 @@ from tests.tasks.test_packed_runs import COUNT, run, task_of
 from tests.vehicles.faults import ended_run
 from tests.vehicles.moto_store import moto_store
 from tests.vehicles.object_store import CREDENTIALS, Handler, ObjectStore, object_store, put_all
-from tests.vehicles.packed_pictures import JOB, as_folder, as_tars, fashion
+from tests.vehicles.packed_pictures import JOB, as_folder, as_parquet, as_tars, fashion
 
 SHARDS = "bucket/shards/val-{0..2}.tar"
+PARQUET = "bucket/parquet/test-{00000..00001}-of-00002.parquet"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("stored")
-    for pack in (as_folder, as_tars):
+    for pack in (as_folder, as_tars, as_parquet):
         pack(fashion(COUNT), home)
     rows = [f"{name},{name[:1]}" for name, _ in fashion(COUNT)]
     (home / "val/val.csv").write_text("\n".join(["path,label", *rows]))
@@ -57,7 +58,15 @@ def check(result: Result, of_folder: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [f"s3://{SHARDS}", f"HTTP/{SHARDS}", "s3://bucket/val", "s3://bucket/val/val.csv"]
+    "form",
+    [
+        f"s3://{SHARDS}",
+        f"HTTP/{SHARDS}",
+        "s3://bucket/val",
+        "s3://bucket/val/val.csv",
+        "s3://bucket/parquet",
+        f"HTTP/{PARQUET}",
+    ],
 )
 def test_each_form_has_the_digests_of_the_folder(
     store: ObjectStore,

@@ -12,6 +12,7 @@ import os
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,11 +32,13 @@ from dualeval.data.image_files import FileNames, check_unchanged, digest_of
 from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
 from dualeval.data.set_names import PICTURE_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
+from dualeval.data.stores.path import path_at
 from dualeval.data.table import class_names_in
 from dualeval.data.table_labels import Labeler, TableLabels
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.process.status_line import doing
+from dualeval.urls import url_of
 
 _ROWS_AT_ONCE = 1 << 14
 # Row groups and mapped files that a process keeps.
@@ -64,7 +67,7 @@ def open_images(
 
 
 def _read(at: Path, path_column: str | None, label_column: str | None, keep: tuple[str, ...]) -> Labelled:
-    kind: type[_Cells] = _ArrowCells if is_saved_folder(at) else _ParquetCells
+    kind: type[_Cells] = _ArrowCells if not url_of(at) and is_saved_folder(at) else _ParquetCells
     paths = kind.files_at(at)
     try:
         schemas = [_schema(kind, path) for path in paths]
@@ -220,7 +223,8 @@ class _Cells(Pieces):
 
     def part(self, index: int) -> tuple[int, Callable[[int, int], bytes]]:
         file, state, row = self.find(index)
-        check_unchanged(file, state, file)
+        if not url_of(file):
+            check_unchanged(file, state, file)
         try:
             cell = self.cell(file, state, row)
             data = cell["bytes"].as_buffer() if cell.is_valid else None
@@ -243,12 +247,13 @@ class _ParquetCells(_Cells):
 
     @staticmethod
     def schema(path: Path) -> Any:
-        return pyarrow.parquet.read_schema(path)
+        with _opened(path) as file:
+            return file.schema_arrow
 
     @staticmethod
     def batches(path: Path, picture: str, columns: Sequence[str]) -> Iterator[Any]:
         # One thread: reading processes are forked later, and have none of a pool's.
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with _opened(path) as file:
             yield from file.iter_batches(
                 _ROWS_AT_ONCE, columns=[f"{picture}.path", *columns], use_threads=False
             )
@@ -261,7 +266,7 @@ class _ParquetCells(_Cells):
     def notes(self) -> list[str]:
         sizes = [int(groups[:, 3].max(initial=0)) for groups in self.of_files(_groups)]
         largest, file = max(zip(sizes, self.files, strict=True))
-        kind = self.schema(Path(file)).field(self.column).type.field("bytes").type
+        kind = self.schema(path_at(file)).field(self.column).type.field("bytes").type
         if largest > _MOST and not pyarrow.types.is_large_binary(kind):
             raise UsageError(
                 f"{file} has a row group of {largest / 2**30:.1f} GiB of pictures, and Arrow reads 2 GiB at "
@@ -295,10 +300,27 @@ class _ParquetCells(_Cells):
         return hashlib.sha256(_ends_of(file, state, offset, size) + str(row - first).encode()).digest()
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with ExitStack() as stack:
+        source = stack.enter_context(path.open("rb")) if url_of(path) else path
+        yield stack.enter_context(pyarrow.parquet.ParquetFile(source, pre_buffer=False))
+
+
+@lru_cache(_MAPPED)
+def _in_state(file: str, state: State) -> Path:
+    """A file; of one in a store OSError where it is no longer that of the state."""
+    path = path_at(file)
+    if url_of(path) and tuple(states_of([path])[0].tolist()) != state:
+        raise OSError(f"{path} has changed since the run started")
+    return path
+
+
 @lru_cache(_MAPPED)
 def _groups(file: str, state: State, column: str) -> npt.NDArray[np.int64]:
     """Of each row group its first row, the offset of the pictures, and their size, as stored and as read."""
-    metadata = pyarrow.parquet.read_metadata(file)
+    with _opened(_in_state(file, state)) as parquet:
+        metadata = parquet.metadata
     groups, first = [], 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -313,12 +335,14 @@ def _groups(file: str, state: State, column: str) -> npt.NDArray[np.int64]:
 @lru_cache(_GROUPS)
 def _row_group(file: str, state: State, number: int, column: str) -> Any:
     """The pictures of a row group; threads that read ahead do not outlive a fork, so there are none."""
-    with pyarrow.parquet.ParquetFile(file, pre_buffer=False) as parquet:
+    with _opened(_in_state(file, state)) as parquet:
         return parquet.read_row_group(number, [f"{column}.bytes"], use_threads=False).column(0)
 
 
 @lru_cache(_GROUPS)
 def _ends_of(file: str, state: State, offset: int, size: int) -> bytes:
+    if url_of(file):  # without a request: the state stands for all its bytes
+        return f"{state} {offset} {size}".encode()
     with open(file, "rb") as parquet:  # noqa: PTH123 - a text
         return digest_of(
             size, lambda count, at: os.pread(parquet.fileno(), min(count, size), offset + at), whole=False

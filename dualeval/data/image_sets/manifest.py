@@ -144,10 +144,7 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, optio
             column_of(path, columns, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
-    in_columns = (
-        "Pictures in Parquet are read from a disk: copy it there." if url_of(path) else PICTURE_COLUMNS
-    )
-    of_texts = f", the paths of picture files. {in_columns}"
+    of_texts = f", the paths of picture files. {PICTURE_COLUMNS}"
     return open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
 
 
