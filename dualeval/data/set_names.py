@@ -226,12 +226,6 @@ def is_pack(path: Path) -> bool:
 # By module; a path is of the first kind that is there.
 KINDS: dict[str, Kind] = {
     "cifar": Kind(module="cifar", in_memory=True),
-    "hugging_face": Kind(
-        module="hugging_face", is_at=has_picture_column, has_columns=True, in_stores=True, **_OF_COLUMNS
-    ),
-    "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
-    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
-    "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "tar_shards": Kind(
         module="tar_shards",
         is_at=is_tar,
@@ -240,6 +234,12 @@ KINDS: dict[str, Kind] = {
         has_columns=True,
         in_stores=True,
     ),
+    "hugging_face": Kind(
+        module="hugging_face", is_at=has_picture_column, has_columns=True, in_stores=True, **_OF_COLUMNS
+    ),
+    "mds": Kind(module="mds", is_at=is_mds, **_OF_COLUMNS),
+    "manifest": Kind(module="manifest", is_at=is_table, has_columns=True, in_stores=True, **_OF_MANIFEST),
+    "idx": Kind(module="idx", is_at=has_idx, splits=("test", "train"), in_memory=True),
     "pack": Kind(module="pack", is_at=is_pack, masks="packed_masks"),
     "class_folders": Kind(module="class_folders", is_at=lambda path: path.is_dir(), in_stores=True),
 }

@@ -23,7 +23,6 @@ from dualeval.data.set_names import kind_at
 from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.labels import FolderLabels
-from tests.vehicles.object_store import object_store
 from tests.vehicles.packed_pictures import (
     FORMS,
     Pictures,
@@ -321,15 +320,6 @@ def test_folders_of_parts_say_which_to_give(tmp_path: Path, pictures: Pictures) 
 def opened_anyhow(at: Path | str) -> object:
     usual: Any = {"model": "resnet18", "weights": "random:0", "preprocessing": "imagenet"}
     return ImageClassification(**usual, data=at).dataset()
-
-
-def test_pictures_in_columns_are_read_from_a_disk(tmp_path: Path, pictures: Pictures) -> None:
-    file = sorted(as_parquet(pictures, tmp_path).iterdir())[0]
-    with object_store() as store:
-        store.put("bucket/val.parquet", file.read_bytes())
-        with pytest.raises(UsageError, match="are read from a disk: copy it there") as caught:
-            opened_anyhow(f"{store.endpoint}/bucket/val.parquet")
-    assert "The column 'image' holds struct<bytes: binary, path: string>" in str(caught.value)
 
 
 def test_options_of_columns_alone_are_taken(tmp_path: Path, pictures: Pictures) -> None:

@@ -293,7 +293,7 @@ def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
     assert "Pictures in Parquet are a struct of bytes and path" in refused(path)
     path = write(tmp_path / "m.parquet", [{"jpg": b"x", "label": 1}])
     said = refused(path)
-    assert "m.parquet has the columns jpg, label: expected one of the pictures' paths" in said
+    assert "m.parquet has the columns jpg, label: expected one for the pictures' paths" in said
     assert "The column 'jpg' holds binary, expected texts, the paths of picture files." in said
     assert ".cast_column(NAME, datasets.Image()).save_to_disk(DIR)" in said
     assert "does not exist" in refused(tmp_path / "none.csv")
