@@ -30,6 +30,8 @@ JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
 # A page to look at, where one was asked for.
 REPORT = "report.html"
+# One with the card of a sample that was asked for.
+SAMPLE_REPORT = "sample.html"
 # The table of several models, in whose folder each has one of its own.
 MODELS = "models.json"
 

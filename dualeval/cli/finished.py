@@ -19,7 +19,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
 from dualeval.messages import printable, printable_lines
 from dualeval.options.choices import check_groups
 from dualeval.report.loggers.loggers import check_installed, targets_of
-from dualeval.result import JOB, REPORT, json_text
+from dualeval.result import JOB, REPORT, SAMPLE_REPORT, json_text
 
 if TYPE_CHECKING:
     from dualeval.comparison.worst import JudgedRows, Sample
@@ -94,10 +94,10 @@ def report(
         raise UsageError("--serve writes no file, and names folders: leave out --out and --paths.")
     if port is not None and not serve:
         raise UsageError(f"--port {port} is for a page that is served: also give --serve.")
-    task, problem = _task_of(run)
     from dualeval.report.page.page import content_of, write_page
     from dualeval.report.page.runs import Runs
 
+    task, problem = _task_of(run)
     runs = Runs.open(run, against)
     if serve:
         _serve(runs, task, problem, port or 0)
@@ -137,6 +137,8 @@ def _task_of(run: Path) -> tuple[Any, str]:
         and contents_now(task.dataset(), job["samples"]) != job["contents"]
     ):
         task, problem = None, f"files of the data of {run} have changed since: none of them is shown."
+    if problem:
+        click.echo(f"dualeval: note: {printable(problem)}", err=True)
     return task, problem
 
 
@@ -244,7 +246,9 @@ _VALUES = 2000  # of a list that is shown whole, as logits are
 @click.option("--against", type=PATH, multiple=True, metavar="RUN", help="With SAMPLE: what these runs say.")
 @click.option("--metric", metavar="NAME", help="List by this metric's number of each sample.")
 @click.option("--per-class", is_flag=True, help="The metrics of each class.")
-@click.option("--html", is_flag=True, help="With SAMPLE: write RUN/report.html with its card, and open it.")
+@click.option(
+    "--html", is_flag=True, help=f"With SAMPLE: write RUN/{SAMPLE_REPORT} with its card, and open it."
+)
 def show(
     run: Path,
     sample: str | None,
@@ -324,10 +328,11 @@ def _open_sample(name: str, run: Path, against: Sequence[Path]) -> None:
 
     task, problem = _task_of(run)
     content = content_of(Runs.open(run, against), task, problem=problem, sample=name)
-    write_page(content, run / REPORT)
+    # Of its own name: the run's page may have more in it, such as a comparison.
+    write_page(content, run / SAMPLE_REPORT)
     # As the page calls it: without the folders of an absolute path.
     called = quote(seen(content.samples[0].id), safe="")
-    address = f"{(run / REPORT).absolute().as_uri()}#sample={called}"
+    address = f"{(run / SAMPLE_REPORT).absolute().as_uri()}#sample={called}"
     click.echo(address)
     if sys.stdout.isatty():
         webbrowser.open(address)

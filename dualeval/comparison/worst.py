@@ -28,6 +28,7 @@ TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "lo
 By = Literal["mistake", "loss", "any"]
 _BINS = 15  # as of the metric ece
 _NAMED = 12  # classes in a message
+_A_TURN = 5  # flips of a pair of target and prediction
 _FEW = 10_000  # ids of which the nearest ones to another are looked for
 
 _Columns = Mapping[str, npt.NDArray[Any]]
@@ -218,9 +219,12 @@ class JudgedRows:
         """The places of the worst samples, the worst first; of equal ones the first in the file.
 
         By "mistake" those that are wrong, the most confident first; by "loss" all, by the measure; by "any"
-        all, the most confident first. With ``classes`` those with such targets alone.
+        all, the most confident first, and of classes ``_by_turns``. With ``classes`` those with such
+        targets alone.
         """
         best_keys, best, number = np.empty(0), np.empty(0, np.int64), 0
+        pairs = [np.empty((2, 0))]
+        take_turns = listed.by == "any" and self.has_classes
         for places, columns in self._windows():
             keys = self._keys(listed.by, columns)
             allowed = ~self._is_right(columns) if listed.by == "mistake" else keys > -np.inf
@@ -231,8 +235,14 @@ class JudgedRows:
             number += int(allowed.sum())
             best_keys = np.concatenate([best_keys, keys[allowed]])
             best = np.concatenate([best, places[allowed]])
+            if take_turns:
+                pairs.append(np.stack([columns[TARGET][allowed], columns[PREDICTION][allowed]]))
+                continue
             order = np.lexsort((best, -best_keys))[:count]
             best_keys, best = best_keys[order], best[order]
+        if take_turns:
+            order = np.lexsort((best, -best_keys))
+            best = best[order][_by_turns(np.concatenate(pairs, axis=1)[:, order])[:count]]
         return Chosen(best.tolist(), number)
 
     def _keys(self, by: By, columns: _Columns) -> npt.NDArray[np.float64]:
@@ -396,6 +406,16 @@ def highest(values: npt.NDArray[np.float64], count: int) -> Chosen:
     """The places of the highest values above 0; of equal ones the first."""
     above = np.flatnonzero(values > 0)
     return Chosen(above[np.argsort(-values[above], kind="stable")][:count].tolist(), len(above))
+
+
+def _by_turns(pairs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The order in which pairs take turns, the most frequent first: five of each, then five more."""
+    _, of_pair, counts = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
+    of_pair = of_pair.reshape(-1)
+    before = np.empty(len(of_pair), np.int64)
+    # How many of its pair come before each.
+    before[np.argsort(of_pair, kind="stable")] = np.concatenate([np.arange(0), *map(np.arange, counts)])
+    return np.lexsort((before, of_pair, -counts[of_pair], before // _A_TURN))
 
 
 def flips_of(comparison: Comparison) -> Flips | None:

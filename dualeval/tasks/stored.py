@@ -157,7 +157,12 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
         if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
             return None, f"the data of {job_file.parent} have changed since: none of them is shown."
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DualevalError) as error:
-        return None, f"the data of {job_file.parent} cannot be opened again: {text_of(error)}"
+        # What the error says to give is an option of the run's command, which is not the one that was typed.
+        fault = text_of(error).partition(" Give --")[0].rstrip(".")
+        return None, (
+            f"the data of {job_file.parent} cannot be opened again: {fault}. Without them no pictures and "
+            "texts are shown: put them, or a link to them, where they were, and type the command again."
+        )
     return task, ""
 
 

@@ -77,11 +77,13 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
                 | {"choice": True},
                 {"name": "loss", "values": [None if at == 7 else (at * 37) % 500 for at in range(500)]},
                 {
-                    "name": "right, less",
+                    "name": f"right, {MARKUP}",
                     "values": [at % 3 % 2 for at in range(500)],
                     "texts": ["right", "wrong"],
                     "choice": True,
                 },
+                {"name": "prediction", "values": [(at + at % 2) % 5 for at in range(500)], "texts": NAMES}
+                | {"choice": True},
             ],
         },
         worst_by="loss",

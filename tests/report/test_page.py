@@ -165,7 +165,7 @@ def test_many_classes_are_shown_as_pairs_of_confused_ones() -> None:
     )
     assert 'id="matrix"' not in page
     assert page.index("class 7") < page.index("class 1<")  # in the order of their counts
-    assert "25.0%" in page and "The first 1,000 of 1,200 rows." in page
+    assert "25.0 %" in page and "The first 1,000 of 1,200 rows." in page
 
 
 def test_a_run_without_figures_has_a_page_of_its_provenance() -> None:

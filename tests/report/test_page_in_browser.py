@@ -78,15 +78,13 @@ def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     page.select_option("[data-by='facet scanner']", "A")  # none of them
     assert visit.cards() == [] and "0 of 40" in page.inner_text("#found")
     page.click("text=Clear")
-    page.select_option("[data-by=target]", MARKUP)
-    page.select_option("[data-by=prediction]", ESCAPED)
+    page.select_option("#filters [data-by=target]", MARKUP)
+    page.select_option("#filters [data-by=prediction]", ESCAPED)
     assert visit.cards() == [f"val/{MARKUP}/{at}" for at in (0, 5, 10, 20, 25, 30)]
 
-    # From a comparison, and from a cell of the matrix, to the samples.
+    # From a comparison to the samples.
     page.click("[data-reason='gained:0']")
     assert {int(each.rpartition("/")[2]) % 4 for each in visit.cards()} == {3}
-    page.click("#matrix tbody tr:nth-child(3) td:nth-child(5)")  # cat for dog
-    assert {each.split("/")[1] for each in visit.cards()} == {"cat"}
 
     by_class = page.locator("section:has(#classes) table")
     recalls = by_class.locator("tbody tr td:nth-child(3)")
@@ -97,6 +95,39 @@ def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     assert by_class.locator("th[aria-sort=ascending]").inner_text() == "recall"
     by_class.locator("text=support").click()
     assert by_class.locator("tbody th").first.inner_text() == MARKUP
+    visit.end()
+
+
+def test_figures_lead_to_their_rows(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    page.fill("#search", "nothing of this")
+    found = "() => document.querySelector('#rows-found').textContent === "
+    page.wait_for_function(f"{found}'nothing found: 0 of 500 samples'")
+
+    def lost(at: int) -> bool:
+        return at % 2 == 1 and at % 3 % 2 == 0
+
+    of_classes, flips = "section:has(#classes) tr:nth-child", f"flips, {MARKUP}"
+    for where, chosen, wanted in (
+        (
+            "#matrix tr:nth-child(3) td:nth-child(5)",
+            ["target", "prediction"],
+            lambda at: at % 5 == 2 and at % 2,
+        ),
+        (f"{of_classes}(3) th a", ["target"], lambda at: at % 5 == 2),
+        (f"{of_classes}(1) td:last-child a", ["target", flips], lambda at: at % 5 == 0 and lost(at)),
+        ("li:has-text('Largest fall') a", ["target", flips], lambda at: at % 5 == 0 and lost(at)),
+        ("li:has-text('right in'):has-text('8 samples') a", [flips], lost),
+    ):
+        page.click(where)
+        page.wait_for_function(f"{found}'{sum(map(bool, map(wanted, range(500))))} of 500 samples'")
+        menus = page.locator("#row-filters select").all()
+        assert [each.get_attribute("data-by") for each in menus if each.input_value()] == chosen
+        assert page.locator("#rows-table").is_visible() and page.evaluate("scrollY") > 100
+    assert page.inner_text("li:has-text('Largest fall')").startswith(
+        f"Largest fall by class: {MARKUP}, recall -10.00 pp"
+    )
     visit.end()
 
 
@@ -116,6 +147,11 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
 
     page.fill("#search", "CAT/12")
     assert rows(visit) == [f"val/cat/{at}" for at in (12, 122, 127)]
+    page.fill("#search", " right  CAT/12 ")  # words, in any columns
+    assert rows(visit) == ["val/cat/12", "val/cat/122"]
+    page.fill("#search", "dog CAT/12")  # the prediction
+    assert rows(visit) == ["val/cat/127"]
+    page.fill("#search", "CAT/12")
     page.locator("#rows-table .by >> text='loss'").click()
     losses = [float(each) for each in rows(visit, 4)]
     assert losses == sorted(losses, reverse=True)
@@ -127,9 +163,9 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
     page.locator("#row-filters button").click()
     page.wait_for_function("() => document.querySelector('#rows-found').textContent.startsWith('500')")
 
-    page.select_option("#row-filters select >> nth=1", label="wrong")
+    page.select_option("#row-filters [data-by=right]", label="wrong")
     assert page.inner_text("#rows-found").startswith("250 of 500")
-    page.select_option("#row-filters select >> nth=3", label="right in less, wrong in net")
+    page.select_option(f"[data-by='flips, {MARKUP}']", label=f"right in {MARKUP}, wrong in net")
     wanted = sum(at % 2 == 1 and at % 3 % 2 == 0 for at in range(500))
     assert page.inner_text("#rows-found").startswith(f"{wanted} of 500")
     visit.end()
@@ -152,12 +188,45 @@ def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, f
     # A row without a card says what it has; its link is one, too.
     page.fill("#search", "dog/498")
     page.locator("#rows-table tbody button").click()
-    assert page.locator("#large dd").all_inner_texts() == ["val/dog/498", "dog", "right", "426", "right"]
+    has = ["val/dog/498", "dog", "right", "426", "right", "dog"]
+    assert page.locator("#large dd").all_inner_texts() == has
+    assert "dualeval show RUN ID --against RUN --html" in page.inner_text("#large .note")
     page.click("#close")
     page.goto("about:blank")
     page.goto(link)
     assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
     visit.said.clear()
+    page.context.close()
+
+
+def test_a_link_to_a_sample_that_has_no_card_or_none_says_so_and_leads_nowhere(
+    browser: Any, file: Path
+) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    page.click("nav a[href='#samples']")
+    for name, said in (
+        ("val/dog/498", "no more of this sample than its row"),
+        ("none", "no sample of this id"),
+    ):
+        page.evaluate(f"location.hash = 'sample={name}'")
+        page.wait_for_function(
+            f"() => document.querySelector('#large .note')?.textContent.includes('{said}')"
+        )
+        for key in ("ArrowRight", "ArrowLeft"):
+            page.keyboard.press(key)
+        assert page.url.endswith(f"#sample={name.replace('/', '%2F')}")
+        assert [each.get_attribute("aria-disabled") for each in page.locator("#previous, #next").all()] == [
+            "true"
+        ] * 2
+    # The browser's Back closes the view.
+    page.go_back()
+    page.go_back()
+    page.wait_for_function("() => !document.querySelector('#large').open")
+    assert page.url.endswith("#samples")
+    page.locator("#cards .card img").first.click()
+    states = [each.get_attribute("aria-disabled") for each in page.locator("#previous, #next").all()]
+    assert states == ["true", "false"]
     page.context.close()
 
 
@@ -282,6 +351,15 @@ def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_is_no_wider_than_its_window(browser: Any, file: Path, width: int) -> None:
     visit = Visit(browser, file, viewport={"width": width, "height": 800})
+    if width == 390:
+        # Names of classes stay, and the other run's answer is below the picture.
+        table = visit.page.locator("section:has(#classes) .scroll")
+        table.evaluate("(each) => { each.scrollLeft = 100; }")
+        name = table.locator("tbody th").first.bounding_box()
+        assert abs(name["x"] - table.bounding_box()["x"]) < 2
+        card = visit.page.locator("#cards .card").first
+        picture, other = (card.locator(each).first.bounding_box() for each in ("img", ".other"))
+        assert other["y"] >= picture["y"] + picture["height"]
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
     visit.end()
 

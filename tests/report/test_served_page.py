@@ -20,7 +20,7 @@ from dualeval.cli import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.page.all_rows import AllRows
-from dualeval.report.page.rows import columns_of
+from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.runs import Runs
 from tests.comparison.test_comparison import table_of
 from tests.conftest import Launch
@@ -143,7 +143,7 @@ def test_what_makes_no_sense_is_refused_and_the_server_goes_on(address: str) -> 
 
 
 def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
-    b = table_of(runs[1])
+    a, b = map(table_of, runs)
     ours, theirs = (JudgedRows.open(run) for run in runs[::-1])
     columns = columns_of(Runs(name="b", rows=ours, others={"a": theirs}))
     table, names = AllRows(columns), [each.name for each in columns]
@@ -159,11 +159,22 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
         head["of"] == COUNT and head["served"] and EVIL[0] in head["columns"][names.index("target")]["texts"]
     )
     assert found(search=b.id[17].upper()) == [at for at, each in enumerate(b.id) if b.id[17] in each]
-    by_loss = b.loss.sort_values(ascending=False, kind="stable").index
+    # Each word in any column.
+    words = f"wrong {b.id[17][:-1]}"
+    assert found(search=words) == [
+        at
+        for at in found(search=b.id[17][:-1])
+        if b.target[at] != b.prediction[at] or a.target[at] != a.prediction[at]
+    ]
+    # Losses that look equal are equal, in the order of the rows, as in a file.
+    shown = b.loss.map(lambda each: float(f"{each:.4g}"))
+    assert shown.nunique() < b.loss.nunique()
+    by_loss = shown.sort_values(ascending=False, kind="stable").index
+    [of_file] = [each for each in rows_of(columns, ours)["columns"] if each["name"] == "loss"]
+    assert of_file["values"] == [*shown]
     assert found(sorted=[names.index("loss"), -1]) == [*by_loss][:500]
     assert found(sorted=[0, 1]) == [*b.id.sort_values().index][:500]
     wrong = [names.index("right"), 0, 0]
-    a = table_of(runs[0])
     lost = (a.target == a.prediction) & (b.target != b.prediction) & (b.loss >= 1)
     tests = [wrong, [names.index("right, a"), 1, 1], [names.index("loss"), 1, None]]
     assert found(tests=tests, sorted=[names.index("loss"), -1]) == [at for at in by_loss if lost[at]]
@@ -186,6 +197,18 @@ def test_the_table_in_a_browser_has_all_rows(browser: Any, address: str) -> None
         "() => document.querySelector('#rows-table tbody button').textContent.endsWith('129')"
     )
     assert rows(visit)[:2] == ["t10k-00129", "t10k-00128"]
+
+    # A cell of the matrix has as many rows.
+    cell = page.locator("#matrix tbody td:not(:empty)").last
+    cell.click()
+    page.wait_for_function(
+        f"() => document.querySelector('#rows-found').textContent.startsWith('{cell.inner_text()} of 300')"
+    )
+    page.locator("#row-filters button").click()
+    page.fill("#search", "0012")
+    page.wait_for_function(
+        "() => document.querySelector('#rows-table tbody button').textContent.endsWith('129')"
+    )
 
     # A card with its picture, its neighbours, and a link.
     page.locator("#rows-table tbody button").first.click()
@@ -251,8 +274,9 @@ def test_a_sample_that_is_asked_for_has_the_first_card(runs: tuple[Path, Path]) 
     b = table_of(runs[1])
     best = b.id[b.loss.idxmin()]  # of no list
     done = CliRunner().invoke(dualeval, ["show", str(runs[1]), best, "--html"])
-    page = runs[1] / "report.html"
-    assert done.output == f"{page.as_uri()}#sample={quote(best, safe='')}\n"
+    page = runs[1] / "sample.html"
+    assert not (runs[1] / "report.html").exists()  # it may have a comparison
+    assert done.stdout == f"{page.as_uri()}#sample={quote(best, safe='')}\n"
     cards = re.findall(r'class="id"><a[^>]*>(.*?)</a>', page.read_text("utf-8"))
     assert cards[0].replace("<wbr>", "") == best
     page.unlink()

@@ -98,6 +98,10 @@ def test_changed_or_missing_data_are_named(pictures: Path, tmp_path: Path) -> No
     shutil.rmtree(pictures)
     task, why = task_of_run(out / JOB)
     assert task is None and f"the data of {out} cannot be opened again" in why
+    # No option of another command.
+    assert "does not exist. Without them" in why and "--data" not in why
+    done = CliRunner().invoke(command, ["report", str(out)], catch_exceptions=False)
+    assert f"dualeval: note: {why}\n" in done.stderr and done.exit_code == 0
 
 
 def test_files_that_changed_are_not_shown(pictures: Path, tmp_path: Path) -> None:

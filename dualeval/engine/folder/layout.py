@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 from dualeval.engine.folder.lease import LEASE, at_work
 from dualeval.errors import UsageError
 from dualeval.messages import counted, listed
-from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS, read_fields, read_job, read_status
+from dualeval.result import (
+    JOB,
+    PREDICTIONS,
+    REPORT,
+    RESULT,
+    SAMPLE_REPORT,
+    STATUS,
+    read_fields,
+    read_job,
+    read_status,
+)
 
 if TYPE_CHECKING:
     from dualeval.engine.values.plan import EvalPlan
@@ -152,7 +162,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def _names(files: Sequence[str]) -> tuple[str, ...]:
-    return (RESULT, STATUS, PREDICTIONS, REPORT, *files, JOB)
+    return (RESULT, STATUS, PREDICTIONS, REPORT, SAMPLE_REPORT, *files, JOB)
 
 
 def _files_of_its_task(path: Path) -> list[str]:

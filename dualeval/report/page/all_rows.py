@@ -45,7 +45,7 @@ class AllRows:
     def rows(self, query: str, first: int, last: int) -> dict[str, Any]:
         """How many rows a query finds, and some of them: the place of each in the file, then its values.
 
-        A query is the JSON of a text to ``search``, of ``tests``, [column, from, to] with numbers (of texts,
+        A query is the JSON of words to ``search``, of ``tests``, [column, from, to] with numbers (of texts,
         places in those of ``head``) or null, and of what it is ``sorted`` by, [column, 1 or -1]; -1: by none.
         Raises ValueError, TypeError, LookupError or AttributeError for any other.
         """
@@ -70,8 +70,8 @@ class AllRows:
             values = self._columns[column].values
             there &= values >= (-np.inf if low is None else low)
             there &= values <= (np.inf if high is None else high)
-        if text := wanted["search"].lower():
-            there &= self._with(text)
+        for word in wanted["search"].lower().split():
+            there &= self._with(word)
         if at < 0:
             return np.flatnonzero(there).astype(np.int32)
         order = self._order(at, 1 if way > 0 else -1)

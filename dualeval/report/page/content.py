@@ -345,9 +345,10 @@ def _chosen(
 ) -> tuple[dict[int, list[str]], dict[str, str], str | None]:
     """The places of the samples that are shown, with the reasons of each; these in words; what is shown."""
     rows = runs.rows
-    wanted = [(listed, "") for listed in rows.lists()]
+    wanted = []
     for number, (other, comparison) in enumerate(comparisons.items()):
         wanted += [(listed, f":{number}") for listed in rows.lists(comparison, (other, runs.name))]
+    wanted += [(listed, "") for listed in rows.lists()]
     places: dict[int, list[str]] = {place: ["asked"] for place in asked}
     reasons = {"asked": "the sample that was asked for"}
     shown = []

@@ -95,7 +95,8 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
             (each, *_texts(each.value, (each.low, each.high), each.unit)) for each in content.headlines
         ],
         has_ends=any(each.low is not None for each in content.headlines),
-        reasons={reason: content.reasons[reason] for card in cards for reason in card["of"].reasons},
+        on_cards=(on_cards := Counter(reason for card in cards for reason in card["of"].reasons)),
+        reasons={reason: content.reasons[reason] for reason in on_cards},
         marks=_marks(content.colours, cards),
         steps=_steps(content.name, cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
@@ -135,7 +136,13 @@ def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) 
 
 def _sections(content: PageContent) -> list[dict[str, Any]]:
     """What follows the first screen, in order, as far as there is something to show."""
-    rows = [[*map(_of_class, content.class_columns, row)] for row in content.class_rows]
+    rows = [
+        [
+            _of_class(content, row[0], column, value)
+            for column, value in zip(content.class_columns, row, strict=True)
+        ]
+        for row in content.class_rows
+    ]
     of_classes = _table("Metrics by class", content.class_columns, rows)
     wanted: tuple[tuple[str, str, Any, Callable[[PageContent], list[dict[str, Any]]]], ...] = (
         ("against", "Comparison", content.against, _comparisons),
@@ -157,16 +164,41 @@ def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **
     return {"label": label, "columns": columns, "rows": cells, "cut": cut, "folds": False, **more}
 
 
-def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict[str, Any]:
-    """A cell's text, and what it is sorted by."""
+def _cell(
+    value: Any, text: str | None = None, small: str | None = None, rows: str | None = None
+) -> dict[str, Any]:
+    """A cell's text, what it is sorted by, and the rows that it leads to, of ``_rows_with``."""
     if text is None:
         text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
-    return {"value": "" if value is None else value, "text": "–" if text is None else text, "small": small}
+    shown = "–" if text is None else text
+    return {"value": "" if value is None else value, "text": shown, "small": small, "rows": rows}
 
 
-def _of_class(column: str, value: Any) -> Any:
-    """A cell by class: of a difference from another run with its sign."""
-    return _cell(value, f"{value:+.4f}") if VERSUS in column and isinstance(value, float) else value
+def _of_class(content: PageContent, name: str, column: str, value: Any) -> Any:
+    """A cell by class: its name leads to its samples, a difference of recall to those that flipped."""
+    metric, versus, run = column.partition(VERSUS)
+    if column == "class":
+        return _cell(name, rows=_rows_with(content, target=name))
+    if not versus or not isinstance(value, float):
+        return value
+    rows = _rows_with(content, (run, value < 0), target=name) if metric == "recall" and value else None
+    return _cell(value, _points(value), rows=rows)
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.2f} pp"
+
+
+def _rows_with(content: PageContent, flip: tuple[str, bool] | None = None, **texts: str) -> str | None:
+    """The choices in the table of all samples, as its script reads them; None where it has no such column.
+
+    ``flip`` is another run's name, and whether it is the one that is right.
+    """
+    names = {each["name"] for each in content.rows["columns"]} if _number_of_rows(content) else {*()}
+    if not names >= {*texts} | ({"right", f"right, {flip[0]}"} if flip else {*()}):
+        return None
+    flips = {f"flips, {seen(flip[0])}": "right" if flip[1] else "wrong"} if flip else {}
+    return json.dumps({**{name: seen(text) for name, text in texts.items()}, **flips})
 
 
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:
@@ -174,8 +206,16 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     for number, each in enumerate(content.against):
         columns = ("metric", each.name, content.name, "difference", "95 % interval", "p", "verdict")
         flips = [
-            (reason, count, content.reasons[reason])
-            for reason, count in ((f"lost:{number}", each.lost), (f"gained:{number}", each.gained))
+            (
+                reason,
+                counted(count, "sample"),
+                content.reasons[reason],
+                _rows_with(content, (each.name, lost)),
+            )
+            for reason, count, lost in (
+                (f"lost:{number}", each.lost, True),
+                (f"gained:{number}", each.gained, False),
+            )
             if count is not None
         ]
         rows = [_compared(row, content.name) for row in each.rows]
@@ -183,11 +223,26 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
             {
                 "title": each.name,
                 "tables": [_table(f"Comparison with {each.name}", columns, rows)],
-                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips],
+                "flips": flips,
+                "fall": _largest_fall(content, each.name),
                 "notes": each.notes,
             }
         )
     return blocks
+
+
+def _largest_fall(content: PageContent, run: str) -> tuple[str, str | None] | None:
+    """The class whose first figure has fallen the most from another run's, in a sentence, and its rows."""
+    metric = next((each for each in content.class_columns if each.endswith(f"{VERSUS}{run}")), None)
+    if metric is None:
+        return None
+    at = content.class_columns.index(metric)
+    value, name = min(
+        ((row[at], row[0]) for row in content.class_rows if (row[at] or 0) < 0), default=(0, "")
+    )
+    metric = metric.removesuffix(f"{VERSUS}{run}")
+    text = f"Largest fall by class: {name}, {metric} {_points(value)} (no interval)"
+    return (text, _rows_with(content, (run, True), target=name)) if value < 0 else None
 
 
 def _compared(row: Mapping[str, Any], run: str) -> list[Any]:
@@ -205,10 +260,17 @@ def _confusions(content: PageContent) -> list[dict[str, Any]]:
         support[target] += count
     names = [*content.confusion_names, "NaN"]  # -1: no prediction
     wrong = sorted((each for each in content.confusion if each[0] != each[1]), key=lambda each: -each[2])
-    rows = [(names[t], names[p], n, _cell(n / support[t], f"{n / support[t]:.1%}")) for t, p, n in wrong]
+    rows = [
+        (
+            *(names[target], names[guess]),
+            _cell(count, rows=_rows_with(content, target=names[target], prediction=names[guess])),
+            _cell(count / support[target], f"{100 * count / support[target]:.1f} %"),
+        )
+        for target, guess, count in wrong[:_PAIRS]
+    ]
     columns = ("target", "predicted", "samples", "share of target")
     folds = len(content.confusion_names) <= _MOST_CLASSES
-    return [{"tables": [_table("The most frequent confusions", columns, rows[:_PAIRS], folds=folds)]}]
+    return [{"tables": [_table("The most frequent confusions", columns, rows, folds=folds)]}]
 
 
 def _matrix(content: PageContent) -> list[list[tuple[int, int]]]:

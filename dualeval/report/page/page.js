@@ -26,13 +26,14 @@ const index = JSON.parse(one("#index").textContent);
 const cards = all("#cards > .card");
 const filters = new Map(all("#filters select").map((select) => [select.dataset.by, select]));
 let most = STEP;
+const counted = (found, of, what) => `${found ? found.toLocaleString("en") : "nothing found: 0"} of ${of.toLocaleString("en")} ${what}`;
 function filter() {
   let found = 0;
   cards.forEach((card, at) => {
     const fits = ([name, { value }]) => !value || index[at][name]?.includes(value);
     card.hidden = ![...filters].every(fits) || ++found > most;
   });
-  one("#found").textContent = `${found} of ${cards.length} samples`;
+  one("#found").textContent = counted(found, cards.length, "cards");
   one("#more").hidden = found <= most;
 }
 // Choices: texts with their values, by their texts.
@@ -45,12 +46,8 @@ function newSelect(pairs) {
   offer(select, pairs);
   return select;
 }
-function choose(wanted) {
-  filters.forEach((select, name) => {
-    const value = wanted[name] ?? "";
-    if (value && ![...select.options].some((each) => each.value === value)) select.add(new Option(value, value));
-    select.value = value;
-  });
+function choose(reason) {
+  filters.forEach((select, name) => { select.value = name === "reason" ? reason : ""; });
   most = STEP;
   filter();
   one("#samples").scrollIntoView();
@@ -63,9 +60,9 @@ filters.forEach((select, name) => {
   select.parentElement.hidden = found.length < 2 && index.every((sample) => !found.length || sample[name]?.includes(found[0]));
 });
 on(one("#filters"), "change", () => { most = STEP; filter(); });
-on(one("#filters"), "reset", (event) => { event.preventDefault(); choose({}); });
+on(one("#filters"), "reset", (event) => { event.preventDefault(); choose(""); });
 on(one("#more"), "click", () => { most += STEP; filter(); });
-all(".go").forEach((button) => on(button, "click", () => choose({ reason: button.dataset.reason })));
+all(".go").forEach((button) => on(button, "click", () => choose(button.dataset.reason)));
 if (cards.length) filter();
 
 // All samples: a table of which only the rows in sight are there. Its rows are in the page, or a server has them.
@@ -90,14 +87,14 @@ function inPage() {
   const searched = columns.filter((column) => column.texts).map((column) => [column, column.texts.map((text) => text.toLowerCase())]);
   let shown = [];
   function find({ search, tests, sorted }) {
-    const wanted = search.toLowerCase();
-    const hits = wanted && searched.map(([column, texts]) => [column, texts.map((text) => text.includes(wanted))]);
+    const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+    const hits = words.map((word) => searched.map(([column, texts]) => [column, texts.map((text) => text.includes(word))]));
     const has = ([column, hit]) => { const value = valueOf(column, row); return value !== null && hit[value]; };
     const fits = ([at, low, high]) => { const value = valueOf(columns[at], row); return value !== null && value >= (low ?? -Infinity) && value <= (high ?? Infinity); };
     const limits = Object.values(tests).flat();
     let row = 0;
     shown = [];
-    for (; row < count; row++) if (limits.every(fits) && (!hits || hits.some(has))) shown.push(row);
+    for (; row < count; row++) if (limits.every(fits) && hits.every((hit) => hit.some(has))) shown.push(row);
     if (sorted[0] >= 0) sort(...sorted);
     return shown.length;
   }
@@ -200,7 +197,7 @@ async function select() {
   // A later key may have been answered earlier.
   if (mine !== asked) return;
   found = number;
-  one("#rows-found").textContent = `${found.toLocaleString("en")} of ${count.toLocaleString("en")} samples`;
+  one("#rows-found").textContent = counted(found, count, "samples");
   box.scrollTop = 0;
   await paint();
 }
@@ -210,9 +207,24 @@ function test(name, ...tests) {
   select();
 }
 function field(label, control) {
+  control.dataset.by = label;
   const element = document.createElement("label");
   element.append(`${label} `, control);
   one("#row-filters button").before(element);
+}
+// By names of filters their choices; one that is no menu, as of many classes, is searched for.
+function chooseRows(wanted) {
+  const words = [];
+  one("#row-filters").reset();
+  Object.entries(wanted).forEach(([name, text]) => {
+    const control = all("#row-filters select").find((each) => each.dataset.by === name);
+    const place = columns.find((column) => column.name === name)?.texts?.indexOf(text) ?? text;
+    if (!control || place < 0) { words.push(text); return; }
+    control.value = place;
+    control.dispatchEvent(new Event("change"));
+  });
+  query.search = one("#search").value = words.join(" ");
+  one("#rows").scrollIntoView();
 }
 if (count) {
   box.hidden = false;
@@ -268,6 +280,7 @@ if (count) {
   on(one("#row-filters"), "submit", (event) => event.preventDefault());
   on(box, "scroll", () => requestAnimationFrame(paint));
   on(box, "click", ({ target }) => { if (target.dataset.row) openRow(Number(target.dataset.at), [Number(target.dataset.row), target.textContent]); });
+  on(document, "click", ({ target }) => { if (target.matches("[data-rows]")) chooseRows(JSON.parse(target.dataset.rows)); });
   select();
 }
 
@@ -279,10 +292,13 @@ const listed = () => cards.filter((card) => !card.hidden).map((card) => card.que
 async function show(id, row) {
   const mine = ++opened;
   const body = byId.has(id) ? byId.get(id).cloneNode(true) : await source.card(row === undefined ? { id } : { row });
-  if (!body || mine !== opened) return;
-  body.hidden = false;
+  if (mine !== opened) return;
   current = id;
-  one("#large > div").replaceChildren(body);
+  one("#large > div").replaceChildren(body ?? paragraph(`There is no sample of this id in this page: ${id}`));
+  one("#large > div").firstChild.hidden = false;
+  const [at, of] = place < 0 ? [listed().indexOf(id), listed().length] : [place, found];
+  one("#previous").ariaDisabled = at < 1;
+  one("#next").ariaDisabled = at < 0 || at + 1 >= of;
   if (!large.open) large.showModal();
   history.replaceState(null, "", `#sample=${encodeURIComponent(id)}`);
 }
@@ -294,9 +310,11 @@ function openCard(id) {
   place = -1;
   return show(id);
 }
+const paragraph = (text) => Object.assign(document.createElement("p"), { className: "note", textContent: text });
 function ofRow(values) {
   const card = document.createElement("article");
   card.className = "card";
+  card.append(paragraph(large.dataset.row));
   const list = card.appendChild(document.createElement("dl"));
   columns.forEach((column, at) => {
     list.append(Object.assign(document.createElement("dt"), { textContent: column.name }));
@@ -305,24 +323,22 @@ function ofRow(values) {
   return card;
 }
 async function step(by) {
-  if (place >= 0) {
-    const [row] = place + by < 0 ? [] : await source.rows(place + by, place + by + 1);
-    if (row) openRow(place + by, row);
-    return;
-  }
-  const ids = listed(), at = ids.indexOf(current) + by;
-  if (at >= 0 && at < ids.length) openCard(ids[at]);
+  if (one(by < 0 ? "#previous" : "#next").ariaDisabled === "true") return;
+  if (place < 0) { openCard(listed()[listed().indexOf(current) + by]); return; }
+  const [row] = await source.rows(place + by, place + by + 1);
+  if (row) openRow(place + by, row);  // none where keys were faster than a server's card
 }
 on(one("#previous"), "click", () => step(-1));
 on(one("#next"), "click", () => step(1));
 on(one("#close"), "click", () => large.close());
 on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
 on(large, "click", (event) => { if (event.target === large) large.close(); });
-on(large, "close", () => history.replaceState(null, "", location.pathname));
+on(large, "close", () => { if (location.hash.startsWith("#sample=")) history.replaceState(null, "", location.pathname); });
 on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
 function open() {
   const match = /^#sample=(.*)$/.exec(location.hash);
   if (match) openCard(decodeURIComponent(match[1]));
+  else if (large.open) large.close();
 }
 on(window, "hashchange", open);
 open();
@@ -350,9 +366,9 @@ on(document, "keydown", (event) => {
 on(one("#zoom"), "input", (event) => one("#matrix").style.setProperty("--cell", `${event.target.value}rem`));
 on(one("#matrix"), "click", (event) => {
   const cell = event.target.closest("tbody td");
-  if (!cell?.textContent || !cards.length) return;
+  if (!cell?.textContent || !count) return;
   const prediction = all("#matrix thead th")[cell.cellIndex - 1].textContent;
-  choose({ target: cell.parentElement.cells[0].textContent, prediction });
+  chooseRows({ target: cell.parentElement.cells[0].textContent, prediction });
 });
 
 // Tables: by numbers or by texts, what has no value last.

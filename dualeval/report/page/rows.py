@@ -21,6 +21,7 @@ MOST = 100_000
 _BYTES = 4_500_000
 # Of a column with more different texts one is searched for, not chosen.
 _CHOICES = 300
+_DIGITS = 4  # of a number that is not whole
 # Of a text: of more a row says the beginning.
 _LETTERS = 60
 
@@ -145,7 +146,12 @@ def _of_file(rows: JudgedRows, name: str) -> Column | None:
 
 
 def _of_numbers(name: str, values: npt.NDArray[np.float64]) -> Column:
-    return Column(name=name, values=np.where(np.isfinite(values), values, np.nan))
+    """Numbers as they are shown: what looks equal is sorted as equal, in a file and served."""
+    values = np.where(np.isfinite(values), values, np.nan)
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
+        shown = np.round(values * scale) / scale
+    return Column(name=name, values=np.where((values % 1 == 0) | ~np.isfinite(shown), values, shown))
 
 
 def _of_texts(name: str, texts: Any, places: npt.NDArray[np.int32]) -> Column:
@@ -162,4 +168,4 @@ def _of_texts(name: str, texts: Any, places: npt.NDArray[np.int32]) -> Column:
 def _number(value: float) -> float | int | None:
     if value != value:
         return None
-    return int(value) if value.is_integer() else float(f"{value:.4g}")
+    return int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
