@@ -254,8 +254,8 @@ if (count) {
   // Changed answers, where two runs say what is right.
   const own = columns.findIndex((column) => column.name === "right");
   columns.forEach((column, at) => {
-    if (own < 0 || !column.name.startsWith("right, ")) return;
-    const other = column.name.slice(7), { run } = one("#row-filters").dataset;
+    if (own < 0 || !column.name.startsWith("right in ")) return;
+    const other = column.name.slice(9), { run } = one("#row-filters").dataset;
     const control = newSelect([[`right in ${other}, wrong in ${run}`, "right"], [`wrong in ${other}, right in ${run}`, "wrong"]]);
     on(control, "change", () => {
       const is = (place, text) => { const value = columns[place].texts.indexOf(text); return [place, value, value]; };
