@@ -186,6 +186,17 @@ def test_metrics_with_intervals_are_drawn_and_the_rest_is_in_the_table() -> None
     assert "More groups and metrics are in the table." in page and ">m10</button>" in page
 
 
+def test_the_first_metric_has_a_tile_without_an_interval() -> None:
+    loss, top1, _ = content().headlines
+    plain = [replace(each, low=None, high=None) for each in (replace(loss, name="mean_iou"), loss)]
+    page = render(content(headlines=[plain[0], top1, plain[1]]))
+    tiles, note = page.partition('<p class="note">Intervals')[::2]
+    assert re.findall(r"<h2>(.*?)</h2>\s*<p.*>(.*?)</p>\s*<p>([^<]*)", tiles)[:2] == [
+        *(("mean_iou", "0.400000", "no interval"), ("top1", "80.00 %", "70.00 % to 90.00 % "))
+    ]
+    assert note.partition("</p>")[0] == " are 95 %. Without one: loss 0.400000"
+
+
 def test_charts_are_not_the_callers_style() -> None:
     import matplotlib
 
