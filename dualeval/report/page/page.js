@@ -336,7 +336,14 @@ on(document, "change", ({ target }) => {
 });
 
 // Tokens: arrow keys lead from one to the next, and one with the focus shows its number.
-const focusToken = (token) => { if (token) { token.tabIndex = -1; token.focus(); } };
+const focusToken = (token) => {
+  if (!token) return;
+  // Its number stays within the text.
+  const [{ right }, whole] = [token, token.closest(".tokens")].map((each) => each.getBoundingClientRect());
+  token.classList.toggle("late", right > whole.left + whole.width / 2);
+  token.tabIndex = -1;
+  token.focus();
+};
 on(document, "click", ({ target }) => { if (target.matches(".tokens span")) focusToken(target); });
 on(document, "keydown", (event) => {
   const within = event.target.closest(".tokens"), by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
