@@ -137,7 +137,7 @@ def test_a_long_text_is_folded_and_a_short_one_is_not() -> None:
 def test_of_tokens_there_are_the_first_with_their_losses() -> None:
     tokens = tuple((f" {MARKUP} {at}", loss) for at, loss in enumerate([0.49, 0.5, 3.999, 8, math.nan] * 200))
     shown = Shown(kind="tokens", tokens=tokens)
-    other = replace(shown, beside=(0.54, 0.61, 4.5, 0, 0) * 200)
+    other = replace(shown, beside=(0.54, 0.6, 4.5, 0, 0) * 200)
     whole = sample(0, (28, 28))
     samples = [replace(whole, shown=(shown,), others=(replace(whole.others[0], shown=(other,)),))]
     page = render(content(samples=samples))
@@ -146,10 +146,10 @@ def test_of_tokens_there_are_the_first_with_their_losses() -> None:
     first, beside = spans[:5], spans[600:605]
     assert len(spans) == 1200 and cards.count("… and 400 more") == 2 and MARKUP not in page
     assert [(each["class"], each["title"]) for each in first] == [
-        *(("o0", "0.49"), ("o2", "0.50"), ("o6", "4.00"), ("o9", "8.00"), ("o9", "nan"))
+        *(("o0", "0.49"), ("o2", "0.50"), ("o8", "4.00"), ("o9", "8.00"), ("o9", "nan"))
     ]
     assert [(each["class"], each["title"]) for each in beside] == [
-        *(("o0", "+0.05"), ("o3", "+0.11"), ("o5", "+0.50"), ("d9", "-8.00"), ("o9", "+nan"))
+        *(("o0", "+0.05"), ("o3", "+0.10"), ("o5", "+0.50"), ("d9", "-8.00"), ("o9", "+nan"))
     ]
     assert page.count('class="legend steps"') == 4  # above the cards, and in the large view
     # The space before a word has no colour.

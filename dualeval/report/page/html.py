@@ -378,8 +378,8 @@ def _word(text: str) -> tuple[str, str]:
 
 
 def _level(value: float, steps: Sequence[float]) -> str:
-    """The class of CSS of a number; NaN has the strongest colour."""
-    level = bisect.bisect_right(steps, abs(value))
+    """The class of CSS of a number, as it is shown; NaN has the strongest colour."""
+    level = bisect.bisect_right(steps, round(abs(value), 2))
     # Rounded up: the first step is to be seen, too.
     return f"{'d' if value < 0 else 'o'}{-(-_LEVELS * level // len(steps))}"
 
