@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualeval.errors import UsageError
+from dualeval.urls import ON_A_DISK, refuse_url, url_of
 
 if TYPE_CHECKING:
     pass
@@ -87,6 +88,7 @@ def sync_folder(folder: Path) -> None:
 
 def check_path(path: Path) -> None:
     """Check that a folder can hold a run."""
+    refuse_url("--out", url_of(path) or "", ON_A_DISK)
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:

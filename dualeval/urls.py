@@ -11,6 +11,10 @@ from urllib.parse import urlsplit
 from dualeval.errors import UsageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Why none is written.
+ON_A_DISK = (
+    ", and results are written to a disk. Give a path there, and copy it to the store when all is done."
+)
 # By scheme the module of ``data/stores`` that reads them.
 SCHEMES: dict[str, str] = {"s3": "arrow", "gs": "arrow", "az": "arrow", "https": "web", "http": "web"}
 # A Path has lost one of the slashes.

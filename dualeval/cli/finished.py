@@ -15,6 +15,7 @@ import click
 
 from dualeval.cli import options
 from dualeval.cli.options import BINS, BY, PATH
+from dualeval.cli.stored_row import in_words
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
 from dualeval.messages import printable, printable_lines
 from dualeval.options.choices import check_groups
@@ -344,10 +345,9 @@ def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> 
     for each in (rows, *others):
         [known] = each.samples([each.place_of(name)])
         judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
-        found.append(
-            {**known.row, **{column: value for column, value in judged.items() if value is not None}}
-        )
-    # A row alone is shown whole.
+        there = {column: value for column, value in judged.items() if value is not None}
+        found.append({**in_words(known.row, each), **there})
+    # A row alone is not cut.
     cut = _cut if others else (lambda text: text)
     lines = [
         [column, *(None if row.get(column) is None else cut(_cell_text(row.get(column))) for row in found)]

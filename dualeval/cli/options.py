@@ -17,7 +17,7 @@ from dualeval.options.evaluation import LAUNCH
 from dualeval.options.fields import Given, OptionField
 from dualeval.options.job import COMMON
 from dualeval.process.start import end_with, unwritten
-from dualeval.urls import refuse_url
+from dualeval.urls import ON_A_DISK, refuse_url
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
@@ -53,15 +53,10 @@ class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
         return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
-_NO_STORE = (
-    ", and results are written to a disk. Give a path there, and copy it to the store when all is done."
-)
-
-
 class _PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_out = param is not None and param.name == "out"
-        refuse_url("--out" if is_out else "the path", str(value), _NO_STORE if is_out else "")
+        refuse_url("--out" if is_out else "the path", str(value), ON_A_DISK if is_out else "")
         try:
             os.lstat(value)
         except OSError as error:

@@ -170,7 +170,7 @@ def _estimate_resampled(
     pairs: Pairs, name: str, clusters: npt.NDArray[np.int64] | None, one: Any, other: Any
 ) -> Estimate:
     if one.value is None or other.value is None:
-        raise _NotCompared("it has no annotation")
+        raise _NotCompared("no picture has an annotation of its size or class")
     spread = (difference := other.minus(one)).spread()
     if spread is None and difference.value:
         raise _NotCompared("drawing the samples again does not change the difference")

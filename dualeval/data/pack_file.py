@@ -101,6 +101,7 @@ class PackFile:
         try:
             self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             finalize(self, os.close, self._number)
+            self._state = self._state_now()
             values = self._read_index(path.stat().st_size)
             self.values: dict[str, Any] = values["values"]
             self._arrays: dict[str, Any] = values["arrays"]
@@ -123,6 +124,10 @@ class PackFile:
         self.checksum: str = digest.hex()
         return json.loads(index[values - start :].tobytes())
 
+    def _state_now(self) -> tuple[int, int]:
+        now = os.fstat(self._number)
+        return now.st_size, now.st_mtime_ns
+
     def array(self, name: str) -> npt.NDArray[Any]:
         """An array by name."""
         dtype, first, count = self._arrays[name]
@@ -142,6 +147,9 @@ class PackFile:
         Raises:
             OSError: they are not the bytes that were packed.
         """
+        # Its sums would be those of the new bytes; of one that is shorter by now they cannot be read at all.
+        if self._state_now() != self._state:
+            raise OSError(f"{self.path} has changed since it was opened")
         if len(places) > 1 and (np.diff(places) != 1).any():
             return [self.read(places[at : at + 1])[0] for at in range(len(places))]
         rows = self.rows[places[0] : places[-1] + 1]
@@ -164,6 +172,14 @@ class PackFile:
         return self.read(np.array([place]))[0].tobytes().rstrip(b"\0").decode()
 
 
+def _is_at(number: int, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(number), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 class PackWriter:
     """A pack that is written beside its name, and goes on where another process was killed.
 
@@ -180,6 +196,11 @@ class PackWriter:
         except BlockingIOError:
             self.close()
             raise UsageError(f"--out {path}: another process is packing it. Wait for that one.") from None
+        if not _is_at(self._file.fileno(), self._partial):
+            self.close()
+            raise UsageError(
+                f"--out {path}: another process has just packed it. Type the same command again."
+            )
         of_key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
         before, _, content = listed.read_bytes().partition(of_key)
         count = 0 if before else len(content) // self._type.itemsize
@@ -231,8 +252,10 @@ class PackWriter:
         listed = [self.end, len(rows), rows["sizes"].shape[1]]
         self._write(json.dumps({"rows": listed, "arrays": places, "values": values}).encode(), hashed)
         self._file.write(_END.pack(self.end, at, hashed.digest(), _MAGIC))
-        self.close()
+        self._file.flush()
+        # Locked until it has its name: another one would take the whole pack for what is packed so far.
         put_in_place(self._partial, self._path)
+        self.close()
         self._partial.with_name(f"{self._partial.name}.rows").unlink()
 
     def _write(self, content: bytes, hashed: Any) -> int:

@@ -288,9 +288,14 @@ class DocumentWindows(WithColumns):
         """The name of the document that a window is of."""
         return self._names[int(self._windows[index, 0])]
 
+    def span(self, index: int) -> tuple[int, int, int]:
+        """A window's document, and in it the first token that it predicts and the one behind its last."""
+        number, first, stop = self._windows[index, :3].tolist()
+        return number, first, stop
+
     def predicted(self, index: int) -> list[int]:
         """The tokens that a window predicts."""
-        number, first, stop = self._windows[index, :3].tolist()
+        number, first, stop = self.span(index)
         tokens: list[int] = self._tokens[number][first + 1 : stop + 1].tolist()
         return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from dualeval.models.adapters import Adapter
 
 _MOST_TOKENS = 10**9
-# UTF-8 has at most 4 bytes a character, and a token at least one.
-_CHARACTER_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,19 +415,12 @@ class CausalTokens:
         before = self.encode(stem)
         return before, self.encode(context + continuation)[len(before) :]
 
-    def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
-        """The text of each token, with 1; or of several, with their number, where they make one character."""
-        before, start = 0, 0
-        for stop in range(1, len(ids) + 1):
-            # Some decoders leave out a space at the beginning, so none begins with the piece itself.
-            known, text = (
-                self.fast.decode(ids[before:end], skip_special_tokens=False) for end in (start, stop)
-            )
-            is_part = text.endswith("\ufffd") or len(text) <= len(known)
-            if is_part and stop < len(ids) and stop - start < _CHARACTER_TOKENS:
-                continue
-            yield text[len(known) :], stop - start
-            before, start = start, stop
+    def pieces(self, text: str) -> list[str]:
+        """A text, cut behind each of its tokens; of several that make a character, the first has it."""
+        offsets = self.fast.encode(text, add_special_tokens=False).offsets
+        # Some tokenizers say a place behind the next token's.
+        ends = [*itertools.accumulate((end for _, end in offsets[:-1]), max), len(text)]
+        return [text[start:end] for start, end in itertools.pairwise([0, *ends][: len(offsets) + 1])]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without those that end or begin one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +22,9 @@ LABEL_WIDTH = 16
 # Of a table that a launcher or a file takes, however wide the terminals of this process are.
 _WIDTH = 80
 _DIGITS = 6
-# Letters of an option's value beside that of another run; of a longer one the last.
+# Letters of an option's value beside that of another run; of a longer one the last, of a hash the first.
 _LONGEST_VALUE = 40
+_HASH, _OF_HASH = re.compile("[0-9a-f]+"), 8
 # Metrics that are shown by group.
 _SLICED = 2
 # From here on, and below this, a power of ten is easier to read than zeros.
@@ -223,10 +225,12 @@ def shown_options(options: Mapping[str, Sequence[Any]]) -> str:
 
 def _beside(there: object, here: object) -> str:
     texts = ["none" if value is None else str(value) for value in (there, here)]
-    # Of two paths the ends differ.
-    return " -> ".join(
-        text if len(text) <= _LONGEST_VALUE else f"…{text[1 - _LONGEST_VALUE :]}" for text in texts
-    )
+    return " -> ".join(text if len(text) <= _LONGEST_VALUE else _shortened(text) for text in texts)
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a hash, as it is shown everywhere; of paths the ends differ."""
+    return text[:_OF_HASH] if _HASH.fullmatch(text) else f"…{text[1 - _LONGEST_VALUE :]}"
 
 
 def _agreement(reference: Mapping[str, Any]) -> str:

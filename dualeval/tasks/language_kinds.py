@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -55,8 +55,12 @@ class Documents(Kind):
 
     cluster = "document"
 
-    def __init__(self, windows: DocumentWindows, *, keep_losses: bool = False) -> None:
+    def __init__(
+        self, windows: DocumentWindows, pieces: Callable[[int], Sequence[str]], *, keep_losses: bool = False
+    ) -> None:
         self._windows = windows
+        # Of a document by its number, the text of each token. Windows that are shown follow each other.
+        self._pieces = lru_cache(1)(pieces)
         self._keep_losses = keep_losses
         self.rows = ("nll", *_SIZES, "document", *[TOKEN_IDS, TOKEN_LOSSES] * keep_losses)
 
@@ -94,15 +98,20 @@ class Documents(Kind):
             columns[TOKEN_IDS] = as_column(TOKEN_IDS, ids)
         return columns
 
-    def show(self, index: int, row: Mapping[str, Any], tokens: CausalTokens) -> Any:
-        """What a window predicts; each token with its loss where the row has them."""
-        ids = self._windows.predicted(index)
+    def show(self, index: int, row: Mapping[str, Any]) -> Any:
+        """What a window predicts, as it is in the data; each token with its loss where the row has them."""
+        number, first, stop = self._windows.span(index)
+        texts = self._pieces(number)[first:stop]
         if row.get(TOKEN_LOSSES) is None:
-            return tokens.text(ids)
-        if row[TOKEN_IDS] != ids:  # of another run
+            return "".join(texts)
+        if row[TOKEN_IDS] != self._windows.predicted(index):  # of another run
             return {"losses": "those of other tokens: the runs' tokenizers, or their windows, differ"}
-        losses = iter(row[TOKEN_LOSSES])
-        return [[(text, sum(itertools.islice(losses, count))) for text, count in tokens.pieces(ids)]]
+        shown: list[tuple[str, float]] = []
+        for text, loss in zip(texts, row[TOKEN_LOSSES], strict=True):
+            # Tokens that make one character are one.
+            before, known = ("", 0.0) if text or not shown else shown.pop()
+            shown.append((before + text, known + loss))
+        return [shown]
 
 
 @dataclass(kw_only=True, eq=False)

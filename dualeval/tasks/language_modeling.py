@@ -112,8 +112,11 @@ class LanguageModeling(CausalTask):
                     "(--max-length): no window can predict so many. Give a smaller one."
                 )
             windows = {"prefix": tokens.prefix, "max_length": length, "stride": options["stride"]}
-            texts = DocumentWindows(self._data.documents, tokens.fast, kept=self._data.kept, **windows)
-            return Documents(texts, keep_losses="keep_losses" in options)
+            documents = self._data.documents
+            texts = DocumentWindows(documents, tokens.fast, kept=self._data.kept, **windows)
+            return Documents(
+                texts, lambda at: tokens.pieces(documents[at].text), keep_losses="keep_losses" in options
+            )
         if self._data.kind == CHOICES:
             return Choices(of=rows, tokens=tokens, **options)
         if options["max_new_tokens"] >= length:
@@ -189,11 +192,7 @@ class LanguageModeling(CausalTask):
 
     def show(self, row: Mapping[str, Any]) -> Any:
         """What a window predicts, choices with the chosen one, or a prompt with its answers."""
-        kind = self._kind
-        index = place_of(kind.dataset(), row)
-        if isinstance(kind, Documents):
-            return kind.show(index, row, self._tokens)
-        return kind.show(index, row)
+        return self._kind.show(place_of(self._kind.dataset(), row), row)
 
     def options(self) -> dict[str, Any]:
         return {

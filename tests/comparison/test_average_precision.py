@@ -113,6 +113,15 @@ def test_other_definitions_are_not_compared(runs: dict[str, Path], tmp_path: Pat
         dualeval.compare(runs["a"], other, metrics=["ap"])
 
 
+def test_figures_without_an_annotation_say_what_has_none(tmp_path: Path) -> None:
+    small = replace(MADE, annotations=[{**each, "area": 100.0} for each in MADE.annotations])
+    for name, made in (("a", small), ("b", worse(small, 0.5))):
+        dualeval.evaluate(task_of(made), out=tmp_path / name, launcher="none", workers=0)
+    not_compared = dualeval.compare(tmp_path / "a", tmp_path / "b").not_compared
+    assert {*not_compared} == {"ap_medium", "ap_large", "ar_medium", "ar_large"}
+    assert {*not_compared.values()} == {"no picture has an annotation of its size or class"}
+
+
 def test_other_annotations_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     def moved(rows: Any) -> Any:
         import pyarrow

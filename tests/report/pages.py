@@ -77,7 +77,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
                 | {"choice": True},
                 {"name": "loss", "values": [None if at == 7 else (at * 37) % 500 for at in range(500)]},
                 {
-                    "name": f"right, {MARKUP}",
+                    "name": f"right in {MARKUP}",
                     "values": [at % 3 % 2 for at in range(500)],
                     "texts": ["right", "wrong"],
                     "choice": True,

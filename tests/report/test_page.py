@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from markupsafe import escape
 from PIL import Image
 
 from dualeval.cli import dualeval
@@ -134,9 +135,9 @@ def test_a_long_text_is_folded_and_a_short_one_is_not() -> None:
 
 
 def test_of_tokens_there_are_the_first_with_their_losses() -> None:
-    tokens = tuple((f"{MARKUP} {at}", loss) for at, loss in enumerate([0.5, 1, 3.999, 8, math.nan] * 200))
+    tokens = tuple((f" {MARKUP} {at}", loss) for at, loss in enumerate([0.49, 0.5, 3.999, 8, math.nan] * 200))
     shown = Shown(kind="tokens", tokens=tokens)
-    other = replace(shown, beside=(0.75, 0, 4.5, 0, 0) * 200)
+    other = replace(shown, beside=(0.54, 0.6, 4.5, 0, 0) * 200)
     whole = sample(0, (28, 28))
     samples = [replace(whole, shown=(shown,), others=(replace(whole.others[0], shown=(other,)),))]
     page = render(content(samples=samples))
@@ -145,12 +146,30 @@ def test_of_tokens_there_are_the_first_with_their_losses() -> None:
     first, beside = spans[:5], spans[600:605]
     assert len(spans) == 1200 and cards.count("… and 400 more") == 2 and MARKUP not in page
     assert [(each["class"], each["title"]) for each in first] == [
-        *(("o0", "0.50"), ("o2", "1.00"), ("o4", "4.00"), ("o9", "8.00"), ("o9", "nan"))
+        *(("o0", "0.49"), ("o2", "0.50"), ("o8", "4.00"), ("o9", "8.00"), ("o9", "nan"))
     ]
     assert [(each["class"], each["title"]) for each in beside] == [
-        *(("o3", "+0.25"), ("d6", "-1.00"), ("o3", "+0.50"), ("d9", "-8.00"), ("o9", "+nan"))
+        *(("o0", "+0.05"), ("o3", "+0.10"), ("o5", "+0.50"), ("d9", "-8.00"), ("o9", "+nan"))
     ]
     assert page.count('class="legend steps"') == 4  # above the cards, and in the large view
+    # The space before a word has no colour.
+    assert f'aria-label="losses of net"> <span class="o0" title="0.49">{escape(MARKUP)} 0<' in cards
+
+
+def test_losses_are_called_by_their_runs() -> None:
+    shown = Shown(kind="tokens", tokens=(("a", 1.0), ("\n", 2.0)))
+    whole = sample(0, (28, 28))
+    runs = {"a": replace(shown, beside=(2.0, 2.0)), "b": replace(shown, beside=(1.5, 2.5)), "c": shown}
+    others = tuple(replace(whole.others[0], run=name, shown=(each,)) for name, each in runs.items())
+    page = render(content(samples=[replace(whole, shown=(shown,), others=others)]))
+    expected = ["losses of net", "loss: net − a", "loss: net − b", "losses of c"]
+    texts = [dict(each)["aria-label"] for tag, each in Elements(page).found if each.get("class") == "tokens"]
+    assert texts == re.findall('class="of-tokens">(.*?)<', page) == expected
+    legends = re.findall(r'class="legend steps">(.*?) <span', page)
+    assert legends[:2] == ["losses of net, losses of c", "loss: net − a, loss: net − b"]
+
+
+def test_without_losses_there_is_no_legend_of_them() -> None:
     assert "steps" not in render(content(count=1)).partition("</style>")[2]
 
 
@@ -184,6 +203,17 @@ def test_metrics_with_intervals_are_drawn_and_the_rest_is_in_the_table() -> None
     drawn = re.findall(r'aria-label="(m\d+) by a', page)
     assert drawn == ["m11"]
     assert "More groups and metrics are in the table." in page and ">m10</button>" in page
+
+
+def test_the_first_metric_has_a_tile_without_an_interval() -> None:
+    loss, top1, _ = content().headlines
+    plain = [replace(each, low=None, high=None) for each in (replace(loss, name="mean_iou"), loss)]
+    page = render(content(headlines=[plain[0], top1, plain[1]]))
+    tiles, note = page.partition('<p class="note">Intervals')[::2]
+    assert re.findall(r"<h2>(.*?)</h2>\s*<p.*>(.*?)</p>\s*<p>([^<]*)", tiles)[:2] == [
+        *(("mean_iou", "0.400000", "no interval"), ("top1", "80.00 %", "70.00 % to 90.00 % "))
+    ]
+    assert note.partition("</p>")[0] == " are 95 %. Without one: loss 0.400000"
 
 
 def test_charts_are_not_the_callers_style() -> None:

@@ -134,10 +134,10 @@ def test_all_rows_of_both_runs_are_in_the_table(runs: tuple[Path, Path], page: P
     assert values_of(page, "loss") == pytest.approx([*b.loss], rel=1e-3)
     assert values_of(page, "tokens") == [*b.tokens]
     right = ["right" if each else "wrong" for each in a.target == a.prediction]
-    assert values_of(page, f"right, {page.against[0].name}") == right
+    assert values_of(page, f"right in {page.against[0].name}") == right
     # Of ids there is one a row: they are searched for.
     chosen = [each["name"] for each in page.rows["columns"] if each.get("choice")]
-    assert chosen == ["target", "prediction", "right", "prediction, a", "right, a"]
+    assert chosen == ["target", "prediction", "right", "prediction in a", "right in a"]
 
 
 def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
@@ -314,7 +314,7 @@ def test_a_sample_that_the_other_run_could_not_read_has_a_card_without_it(tmp_pa
     page = page_of(tmp_path / "whole", against=[tmp_path / "same"])
     others = {card.index: card.others for card in page.samples}
     assert others[3] == () and all(len(each) == 1 for index, each in others.items() if index != 3)
-    [right] = [each for each in page.rows["columns"] if each["name"].startswith("right, ")]
+    [right] = [each for each in page.rows["columns"] if each["name"].startswith("right in ")]
     assert right["values"].index(None) == 3
 
 

@@ -262,7 +262,7 @@ def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file
     visit = Visit(browser, file)
     page = visit.page
     tokens, differences = page.locator("#cards .card:nth-child(6) .tokens").all()
-    assert tokens.locator("span").all_inner_texts()[2:4] == [f" {MARKUP}", f" {ESCAPED}"]
+    assert tokens.locator("span").all_inner_texts()[2:4] == [MARKUP, ESCAPED]
     colours = [
         each.locator("span").nth(at).evaluate("(each) => getComputedStyle(each).backgroundColor")
         for each in (tokens, differences)
@@ -277,6 +277,16 @@ def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file
     page.keyboard.press("ArrowLeft")
     said = "[document.activeElement.title, getComputedStyle(document.activeElement, '::after').content]"
     assert page.evaluate(said) == ["0.75", '"0.75"']
+    # At the end of a line it ends with its token, within the text; it is in one line.
+    placed = page.evaluate(
+        """() => [...document.querySelectorAll("#large .tokens span")].slice(0, 47).map((each) => {
+          const within = each.parentElement;
+          each.click();
+          const { left, right, whiteSpace } = getComputedStyle(each, "::after");
+          return [left === "0px", right === "0px", whiteSpace, within.scrollWidth <= within.clientWidth];
+        })"""
+    )
+    assert {(*each,) for each in placed} == {(True, False, "nowrap", True), (False, True, "nowrap", True)}
     # The sample is the same, and its legend is there.
     assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/5"
     assert page.locator("#large .steps").first.is_visible()

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from dualeval.report.progress import ProgressDisplay, progress_line
-from dualeval.report.table import print_result, shown_numbers
+from dualeval.report.table import print_result, shown_numbers, shown_options
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
 from tests.process.test_status_line import own_terminal
@@ -174,6 +174,11 @@ def test_numbers_of_any_size_are_readable(
     values: tuple[float, ...], unit: str | None, texts: list[str]
 ) -> None:
     assert shown_numbers(*values, unit=unit) == texts
+
+
+def test_of_hashes_the_beginnings_are_shown_and_of_paths_the_ends() -> None:
+    shown = shown_options({"weights": ["5615bc2e" * 8, None], "data": ["/a" * 30 + "/b.csv", "/c.csv"]})
+    assert shown == f"weights 5615bc2e -> none, data …{('/a' * 30)[-33:]}/b.csv -> /c.csv"
 
 
 CHUNKS = {"total": 157, "evaluated_now": 7, "resumed": 150}

@@ -176,7 +176,7 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
     assert found(sorted=[0, 1]) == [*b.id.sort_values().index][:500]
     wrong = [names.index("right"), 0, 0]
     lost = (a.target == a.prediction) & (b.target != b.prediction) & (b.loss >= 1)
-    tests = [wrong, [names.index("right, a"), 1, 1], [names.index("loss"), 1, None]]
+    tests = [wrong, [names.index("right in a"), 1, 1], [names.index("loss"), 1, None]]
     assert found(tests=tests, sorted=[names.index("loss"), -1]) == [at for at in by_loss if lost[at]]
     assert table.place_of(b.id[17]) == 17 and table.place_of("none") == -1
 

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 
 import dualeval
@@ -158,14 +161,31 @@ def test_an_unread_document_has_no_losses(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_pieces_of_a_text_are_its_tokens_and_whole_characters(made: Made, kind: str) -> None:
+def test_pieces_are_the_text_of_the_data_and_whole_characters(made: Made, kind: str) -> None:
     tokens = CausalTokens(read_tokenizer(made[kind], USE), made[kind])
-    for text in ("One and two.", "a 🙂🙂é\n b  c", "\ufffd" * 9):
-        ids = tokens.fast.encode(text, add_special_tokens=False).ids
-        pieces = [*tokens.pieces(ids)]
-        assert "".join(piece for piece, _ in pieces) == tokens.text(ids)
-        assert sum(count for _, count in pieces) == len(ids)
-        assert not text.isascii() or {count for _, count in pieces} == {1}
+    for text in ("One and two.", "a 🙂🙂é\n b  c", "\ufffd" * 9, " the  key . ", ""):
+        pieces = tokens.pieces(text)
+        assert "".join(pieces) == text
+        assert len(pieces) == len(tokens.fast.encode(text, add_special_tokens=False).ids)
+        assert not text.isascii() or all(pieces)
+
+
+def test_a_document_is_shown_as_the_data_have_it(made: Made, tmp_path: Path) -> None:
+    """A decoder of words puts a space before a full stop, and leaves out what its splitter leaves out."""
+    words = Tokenizer(WordLevel({"<s>": 0, "<unk>": 1, "the": 2, "key": 3, ".": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    shutil.copytree(made["gpt2"], tmp_path / "model")
+    words.save(str(tmp_path / "model" / "tokenizer.json"))
+    text = "The key.  the\tkey . "
+    task = LanguageModeling(
+        model=tmp_path / "model", data=[{"text": text}], max_length=3, stride=3, keep_losses=True
+    )
+    evaluate(task, tmp_path / "out", batch_size=BATCH)
+    table = rows(tmp_path / "out")
+    windows = [{name: column[at] for name, column in table.items()} for at in range(2)]
+    shown = [[piece for piece, _ in task.show(row)[0]] for row in windows]
+    assert shown == [["The", " key", "."], ["  the", "\tkey", " . "]]
+    assert "".join(task.show({**row, "token_losses": None}) for row in windows) == text
 
 
 # -- choices -------------------------------------------------------------------------------------------

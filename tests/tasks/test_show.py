@@ -190,7 +190,17 @@ def test_windows_choices_and_prompts_are_shown(tmp_path: Path) -> None:
     assert "".join(text for text, _ in tokens) == shown(out, 1)
     assert [loss for _, loss in tokens] == row_of(kept, 1)["token_losses"]
     # Of a run with another tokenizer no loss is shown beside these tokens.
-    assert losing.show({**row_of(kept, 1), "token_ids": [0] * len(tokens)}).keys() == {"losses"}
+    assert losing.show({**row_of(kept, 1), "token_ids": [0] * 8}).keys() == {"losses"}
+    # On a terminal, too; without the data by the tokens' ids.
+    typed = ["show", str(kept), row_of(kept, 1)["id"]]
+    said = " ".join(f"{text.strip() or repr(text)} ({loss:.2f})" for text, loss in tokens)
+    assert f"loss of each token  {said}\n" in CliRunner().invoke(command, typed).output
+    (documents / "a.txt").write_text("Other texts than these. And more of them.")
+    done = CliRunner().invoke(command, typed)
+    pairs = zip(row_of(kept, 1)["token_ids"], row_of(kept, 1)["token_losses"], strict=True)
+    said = " ".join(f"{number} ({loss:.2f})" for number, loss in pairs)
+    assert f"loss of each token  {said}\n" in done.output
+    assert f"tokens are shown by their ids: the data of {kept} have changed" in done.stderr
     data = causal_models.write_lines(tmp_path / "choices.jsonl", causal_models.choice_rows())
     out = evaluated(LanguageModeling(model=model, data=data), tmp_path / "choices")
     row, found = row_of(out, 1), shown(out, 1)

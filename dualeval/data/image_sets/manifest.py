@@ -23,7 +23,7 @@ from dualeval.data.table_labels import LEFT_OUT, Labeler, TableLabels, refuse_ot
 from dualeval.errors import UsageError
 from dualeval.messages import counted
 from dualeval.process.status_line import doing
-from dualeval.urls import is_plain, url_of
+from dualeval.urls import is_plain, url_of, without_secrets
 
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
@@ -170,6 +170,11 @@ def _read(of: Table) -> _Read:
         place = labels.place(number, label)
         if type(path) is not str or not path or "\0" in path:
             raise _no_path(of, number, path)
+        if "://" in path and (url := url_of(path)):
+            raise UsageError(
+                f"{of.where(number)}: the path is the address {without_secrets(url)}, expected a path below "
+                "one folder, such as dog/1.jpg with --image-root s3://bucket/pictures"
+            )
         try:
             paths.append(path)
         except UnicodeEncodeError as error:

@@ -16,6 +16,7 @@ import operator
 import random
 import re
 import subprocess
+import sys
 import threading
 import uuid
 import weakref
@@ -340,6 +341,16 @@ class SampleHasher(Hasher):
         if issubclass(type(value), (datetime.date, uuid.UUID)):
             text = str(value) if issubclass(type(value), uuid.UUID) else value.isoformat()
             return sha256_of(f"sample's {type(value).__name__}", text.encode())
+        # In memory, or a file that is read when it is asked for: the same pixels, the same digest.
+        if (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
+            content = [
+                value.mode,
+                value.size,
+                value.tobytes(),
+                value.getpalette("RGBA"),
+                value.getexif().tobytes(),
+            ]
+            return self.combined("sample's picture", content)
         return super().digest(value)
 
     def attributes(self, attributes: Mapping[str, Any]) -> bytes:

@@ -40,7 +40,7 @@ _TEXT_LETTERS = 4000
 _FOLDED, _ENDS = 400, 100
 # Of a text by its losses: tokens that a card has, and where stronger colours begin, of losses in nats and of
 # their differences.
-_TOKENS, _LOSSES, _DIFFERENCES = 600, (1, 2, 4, 8), (0.25, 1, 3)
+_TOKENS, _LOSSES, _DIFFERENCES = 600, (0.5, 1, 2, 4, 8), (0.1, 0.3, 1, 3)
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
 # Most rows of a table; most charts of slices (each takes 50 ms).
@@ -51,7 +51,10 @@ _LEVELS = 9  # of the colours of the matrix and of losses
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
     turns = _turns(content.samples)
-    cards = [{**_card(sample), "turn": turn} for sample, turn in zip(content.samples, turns, strict=True)]
+    cards = [
+        {**_card(sample, content.name), "turn": turn}
+        for sample, turn in zip(content.samples, turns, strict=True)
+    ]
     sections = _sections(content)
     while True:
         page = _filled(content, cards, sections)
@@ -64,7 +67,7 @@ def render_card(content: PageContent, sample: SampleShown) -> str:
     """Make the card of a sample alone, as it would be on the page."""
     template = _environment().get_template("page.html.j2")
     known = template.make_module({"content": content, "breaking": _breaking, "link": _link, "is_page": False})
-    return str(vars(known)["card"](**_card(sample)))
+    return str(vars(known)["card"](**_card(sample, content.name)))
 
 
 def policy_of(content: PageContent) -> str:
@@ -98,7 +101,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         on_cards=(on_cards := Counter(reason for card in cards for reason in card["of"].reasons)),
         reasons={reason: content.reasons[reason] for reason in on_cards},
         marks=_marks(content.colours, cards),
-        steps=_steps(content.name, cards),
+        steps=_steps(cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
@@ -195,7 +198,7 @@ def _rows_with(content: PageContent, flip: tuple[str, bool] | None = None, **tex
     ``flip`` is another run's name, and whether it is the one that is right.
     """
     names = {each["name"] for each in content.rows["columns"]} if _number_of_rows(content) else {*()}
-    if not names >= {*texts} | ({"right", f"right, {flip[0]}"} if flip else {*()}):
+    if not names >= {*texts} | ({"right", f"right in {flip[0]}"} if flip else {*()}):
         return None
     flips = {f"flips, {seen(flip[0])}": "right" if flip[1] else "wrong"} if flip else {}
     return json.dumps({**{name: seen(text) for name, text in texts.items()}, **flips})
@@ -380,13 +383,13 @@ def _turns(samples: Sequence[SampleShown]) -> list[int]:
     return [order.index(at) for at in range(len(samples))]
 
 
-def _card(sample: SampleShown) -> dict[str, Any]:
+def _card(sample: SampleShown, run: str) -> dict[str, Any]:
     """What the template makes a card of."""
-    return {
-        "of": sample,
-        "shown": [*map(_template_values, sample.shown)],
-        "others": [{"of": other, "shown": [*map(_template_values, other.shown)]} for other in sample.others],
-    }
+    others = [
+        {"of": other, "shown": [_template_values(each, run, other.run) for each in other.shown]}
+        for other in sample.others
+    ]
+    return {"of": sample, "shown": [_template_values(each, run) for each in sample.shown], "others": others}
 
 
 def _index(sample: SampleShown) -> dict[str, Any]:
@@ -397,7 +400,8 @@ def _index(sample: SampleShown) -> dict[str, Any]:
     return {key: [seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
-def _template_values(shown: Shown) -> dict[str, Any]:
+def _template_values(shown: Shown, run: str, other: str | None = None) -> dict[str, Any]:
+    """A thing of the page's run, or of the other one's sample."""
     if shown.kind == "picture" and shown.picture is not None:
         picture = {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
         if not shown.layers:
@@ -409,39 +413,49 @@ def _template_values(shown: Shown) -> dict[str, Any]:
         }
         return {**picture, "size": size, "tiny": False, "layers": layers}
     if shown.kind == "tokens":
-        more = len(shown.tokens[_TOKENS:])
-        return {"kind": "tokens", "tokens": _coloured(shown), "more": more, "differs": bool(shown.beside)}
+        differs, more = bool(shown.beside), len(shown.tokens[_TOKENS:])
+        words = f"loss: {run} − {other}" if differs else f"losses of {other or run}"
+        return {"kind": "tokens", "tokens": _coloured(shown), "more": more, "differs": differs, "of": words}
     table = {name: _folded(text) for name, text in shown.table.items()}
     return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
 
 
-def _coloured(shown: Shown) -> list[tuple[str, str, str]]:
-    """Of each token its text, a class of CSS, and its loss, or by how much it is above the other run's."""
+def _coloured(shown: Shown) -> list[tuple[str, str, str, str]]:
+    """Of each token the space before it, its text, a class of CSS, and its loss.
+
+    Where there is another run's, it is by how much the page's run is above it.
+    """
     tokens = shown.tokens[:_TOKENS]
+    of_tokens = [(_word(text), loss) for text, loss in tokens]
     if not shown.beside:
-        return [(text, _level(loss, _LOSSES), f"{loss:.2f}") for text, loss in tokens]
-    apart = [(text, own - loss) for (text, loss), own in zip(tokens, shown.beside, strict=False)]
-    return [(text, _level(value, _DIFFERENCES), f"{value:+.2f}") for text, value in apart]
+        return [(*words, _level(loss, _LOSSES), f"{loss:.2f}") for words, loss in of_tokens]
+    apart = [(words, own - loss) for (words, loss), own in zip(of_tokens, shown.beside, strict=False)]
+    return [(*words, _level(value, _DIFFERENCES), f"{value:+.2f}") for words, value in apart]
+
+
+def _word(text: str) -> tuple[str, str]:
+    """A token's leading space, which has no colour, and the rest; of space alone it is all the rest."""
+    word = text.lstrip() or text
+    return text.removesuffix(word), word
 
 
 def _level(value: float, steps: Sequence[float]) -> str:
-    """The class of CSS of a number; NaN has the strongest colour."""
-    level = bisect.bisect_right(steps, abs(value))
-    return f"{'d' if value < 0 else 'o'}{_LEVELS * level // len(steps)}"
+    """The class of CSS of a number, as it is shown; NaN has the strongest colour."""
+    level = bisect.bisect_right(steps, round(abs(value), 2))
+    # Rounded up: the first step is to be seen, too.
+    return f"{'d' if value < 0 else 'o'}{-(-_LEVELS * level // len(steps))}"
 
 
-def _steps(run: str, cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
+def _steps(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
     """What the colours of tokens mean: in words, and a class of CSS and a number for each."""
     things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+    higher = [(_level(at, _DIFFERENCES), f"≥ +{at}") for at in _DIFFERENCES]
+    lower = [(_level(-at, _DIFFERENCES), f"≤ −{at}") for at in reversed(_DIFFERENCES)]
+    losses = [("o0", f"< {_LOSSES[0]}"), *((_level(at, _LOSSES), f"≥ {at}") for at in _LOSSES)]
     meant = []
-    if any(each["kind"] == "tokens" for each in things):
-        levels = [(_level(at, _LOSSES), f"≥ {at}") for at in _LOSSES]
-        meant.append(("Loss of a token", [("o0", f"< {_LOSSES[0]}"), *levels]))
-    if any(each.get("differs") for each in things):
-        higher = [(_level(at, _DIFFERENCES), f"≥ +{at}") for at in _DIFFERENCES]
-        lower = [(_level(-at, _DIFFERENCES), f"≤ −{at}") for at in reversed(_DIFFERENCES)]
-        words = f"Difference of the losses, {run} minus the other run"
-        meant.append((words, [*lower, ("o0", "between"), *higher]))
+    for differs, levels in ((False, losses), (True, [*lower, ("o0", "between"), *higher])):
+        if words := dict.fromkeys(each["of"] for each in things if each.get("differs") is differs):
+            meant.append((", ".join(words), levels))
     return meant
 
 

@@ -266,8 +266,8 @@ if (count) {
   // Changed answers, where two runs say what is right.
   const own = columns.findIndex((column) => column.name === "right");
   columns.forEach((column, at) => {
-    if (own < 0 || !column.name.startsWith("right, ")) return;
-    const other = column.name.slice(7), { run } = one("#row-filters").dataset;
+    if (own < 0 || !column.name.startsWith("right in ")) return;
+    const other = column.name.slice(9), { run } = one("#row-filters").dataset;
     const control = newSelect([[`right in ${other}, wrong in ${run}`, "right"], [`wrong in ${other}, right in ${run}`, "wrong"]]);
     on(control, "change", () => {
       const is = (place, text) => { const value = columns[place].texts.indexOf(text); return [place, value, value]; };
@@ -352,7 +352,14 @@ on(document, "change", ({ target }) => {
 });
 
 // Tokens: arrow keys lead from one to the next, and one with the focus shows its number.
-const focusToken = (token) => { if (token) { token.tabIndex = -1; token.focus(); } };
+const focusToken = (token) => {
+  if (!token) return;
+  // Its number stays within the text.
+  const [{ right }, whole] = [token, token.closest(".tokens")].map((each) => each.getBoundingClientRect());
+  token.classList.toggle("late", right > whole.left + whole.width / 2);
+  token.tabIndex = -1;
+  token.focus();
+};
 on(document, "click", ({ target }) => { if (target.matches(".tokens span")) focusToken(target); });
 on(document, "keydown", (event) => {
   const within = event.target.closest(".tokens"), by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

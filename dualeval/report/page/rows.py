@@ -77,7 +77,7 @@ def columns_of(runs: Runs) -> list[Column]:
                 none = np.append(column.values, np.array([-1 if column.texts is not None else np.nan]))
                 # Those that the other run lacks are at -1: the last one, which is none.
                 values = none.astype(column.values.dtype)[there]
-                columns.append(replace(column, name=f"{column.name}, {run}", values=values))
+                columns.append(replace(column, name=f"{column.name} in {run}", values=values))
     return columns
 
 

@@ -71,7 +71,7 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
                 f"--out {out} is a pack of something else: {listing(differing, 'there', 'now')}. Remove it, "
                 "or give another --out."
             )
-        return f"{out} is complete: {counted(len(made.rows), 'sample')}"
+        return _said(made, f"{out} is complete: {counted(len(made.rows), 'sample')}", reader)
     seen = [each._seen(range(len(reader))).hex() for each in reader.files]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +87,18 @@ def _packed(out: Path, made_of: Mapping[str, Any], reader: _Packing, workers: in
         ) from error
     made = PackFile(out)
     resumed = f", {before:,} of them before" if before else ""
-    failed = np.flatnonzero(made.rows["flags"] & FAILED)
-    lines = [f"{out}: {counted(len(made.rows), 'sample')}{resumed}, {out.stat().st_size:,} bytes"]
+    what = f"{out}: {counted(len(made.rows), 'sample')}{resumed}, {out.stat().st_size:,} bytes"
+    return _said(made, what, reader)
+
+
+def _said(made: PackFile, what: str, reader: _Packing) -> str:
+    """What is said of a pack: that, and which samples have failed."""
+    failed, lines = np.flatnonzero(made.rows["flags"] & FAILED), [what]
     if len(failed):
-        lines.append(f"{len(failed):,} of them cannot be read, and are failed samples of each run:")
+        lines.append(
+            f"{len(failed):,} of them could not be read, and are failed samples of each run, also where they "
+            f"can be read by now: then remove {made.path}, and pack again."
+        )
         lines += [f"  {reader.files[0].id(index)}: {made.error(index)}" for index in failed[:_LISTED]]
         lines += ["  ..."] * (len(failed) > _LISTED)
     return "\n".join(lines)

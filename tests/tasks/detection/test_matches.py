@@ -81,6 +81,14 @@ def test_a_page_has_both_runs_boxes_and_curves(home: Path, tmp_path: Path) -> No
     worse = lines.index(f"worse in {typed[0]} than in {typed[2]}: 3 of {len(of['worse:0'])}")
     order = sorted(change, key=lambda name: (change[name], name))
     assert [line.split()[0] for line in lines[worse + 2 : worse + 5]] == order[:3]
+    # Of one picture both kinds of boxes are corners there.
+    row = next(row for row in rows(tmp_path / "b") if row["true_boxes"] and row["boxes"])
+    lines = CliRunner().invoke(show, [typed[0], row["id"]], catch_exceptions=False).output.splitlines()
+    (left, top, width, height), corners = row["true_boxes"][0], [round(each, 2) for each in row["boxes"][0]]
+    begins = [f"[[{left}, {top}, {left + width}, {top + height}]", f"[{corners}"]
+    for name, begin in zip(("true_boxes", "boxes"), begins, strict=True):
+        [line] = [each for each in lines if each.startswith(f"{name} (left, top, right, bottom) ")]
+        assert line.partition(")")[2].strip().startswith(begin)
     # Equal pictures are shown once.
     assert {len(card.others[0].shown) for card in page.samples} == {0, 1}
     evaluation = coco_evaluation(home / "instances.json", rows(tmp_path / "b"))
