@@ -22,8 +22,10 @@ import numpy as np
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+import torch
 from click.testing import CliRunner
 
+import dualeval
 from dualeval.cli import dualeval as command
 from dualeval.data.image_sets import class_folders, hugging_face, manifest, tar_shards
 from dualeval.data.image_sets.class_folders import ImageFolder
@@ -628,6 +630,8 @@ def test_addresses_survive_paths(url: str) -> None:
 
 
 def test_out_in_a_store_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"--out s3://bucket/run is a URL, and results"):
+        dualeval.evaluate(model=torch.nn.Identity(), data=[(torch.ones(2), 1)], out="s3://bucket/run")
     done = CliRunner().invoke(command, ["run", "--out", "s3://bucket/run?sig=hidden"])
     assert str(done.exception).endswith(
         "--out s3://bucket/run is a URL, and results are written to a disk. Give a path there, and copy "

@@ -238,7 +238,10 @@ WRONG = {
     "empty label": ("path,label\na,1\nb,\n", "line 3: the label (column 'label') is empty"),
     "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
     "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
-    "address": ("path,label\ns3://bucket/a.jpg,1\n", "its rows name 1 file, and none exists"),
+    "address": (
+        "path,label\ns3://bucket/a.jpg,1\n",
+        "line 2: the path is the address s3://bucket/a.jpg, expected a path below one folder",
+    ),
     "a path twice": ("path,label\na,1\nb,1\na,2\n", "lists 'a' more than once"),
     "negative": (
         "path,label\na,1\nb,-1\n",
@@ -283,6 +286,12 @@ WRONG_JSON = {
 def test_wrong_json_lines_are_refused(tmp_path: Path, name: str) -> None:
     content, said = WRONG_JSON[name]
     assert said in refused(text(tmp_path, content, "m.jsonl"))
+
+
+def test_an_address_in_a_row_is_refused_without_its_signature(tmp_path: Path) -> None:
+    said = refused(text(tmp_path, "path,label\ndog/1.jpg,1\nhttps://host/a.jpg?sig=hidden,1\n"))
+    assert "m.csv, line 3: the path is the address https://host/a.jpg, expected a path below one" in said
+    assert "hidden" not in said
 
 
 def test_wrong_parquet_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -54,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("packs")
     damaged = sorted(as_folder(fashion(COUNT), home).rglob("*.png"))[7]
     damaged.write_bytes(b"no picture")
-    assert "1 of them cannot be read" in packed(task(home / "val"), home / "val.pack")
+    assert "1 of them could not be read" in packed(task(home / "val"), home / "val.pack")
     return home
 
 
@@ -169,7 +170,8 @@ def test_another_mean_is_of_the_model(home: Path) -> None:
 
 def test_another_pack_is_not_written_over(home: Path) -> None:
     before = (home / "val.pack").read_bytes()
-    assert packed(task(home / "val"), home / "val.pack").endswith("is complete: 50 samples")
+    said = packed(task(home / "val"), home / "val.pack")
+    assert "is complete: 50 samples\n1 of them could not be read, and are failed" in said
     with pytest.raises(
         UsageError, match=r"something else: preprocessing.resize: 28 there, 32 now. Remove it"
     ):
@@ -249,6 +251,17 @@ def test_a_checksum_sees_each_changed_or_moved_word() -> None:
 # -- resuming --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [1.0, 0.5])
+def test_a_pack_that_changes_is_no_longer_read(home: Path, tmp_path: Path, size: float) -> None:
+    """Sums and samples would be those of the new file; of a shorter one the system would end the process."""
+    path = damaged(home, tmp_path, 5000)
+    pack, content = PackFile(path), (home / "val.pack").read_bytes()
+    path.write_bytes(content[: int(size * len(content))])
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(OSError, match=r"val.pack has changed since it was opened"):
+        pack.read(np.array([30]))
+
+
 def _pack_and_die(folder: Path, after: int) -> None:
     add = PackWriter.add
 
@@ -292,6 +305,25 @@ def test_another_job_begins_anew_and_two_at_once_are_refused(home: Path, tmp_pat
             assert writer.count == count
 
 
+def test_who_waits_for_the_lock_leaves_a_finished_pack_alone(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = PackWriter(tmp_path / "a.pack", 1, {})
+    part, lock = PackFile(home / "val.pack"), fcntl.flock
+    rows, samples = part.rows[:1].copy(), part.read(np.array([0]))[0]
+    rows["end"] = len(samples)
+    first.add(samples, rows)
+
+    def finished_meanwhile(*arguments: Any) -> None:
+        first.finish({}, {})
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", finished_meanwhile)
+    with pytest.raises(UsageError, match="another process has just packed it"):
+        PackWriter(tmp_path / "a.pack", 1, {})
+    assert len(PackFile(tmp_path / "a.pack").rows) == 1
+
+
 # -- masks -----------------------------------------------------------------------------------------------
 
 
@@ -302,7 +334,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     masked_pictures.write_pictures(home)
     (home / "img/003.png").write_bytes(b"no picture")
     (home / "masks/005.png").write_bytes(b"no mask")
-    assert "2 of them cannot be read" in packed(
+    assert "2 of them could not be read" in packed(
         segmentation(home / "img", masks=home / "masks"), home / "a.pack"
     )
     return home

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.image_sets.idx import IdxImages
-from dualeval.engine.identity.hasher import same_bits
+from dualeval.engine.identity.hasher import SampleHasher, same_bits
 from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.tasks.image_classification import ImageClassification
@@ -40,6 +40,15 @@ def bmp(path: Path, change: tuple[int, int] | None = None) -> Path:
 def contents(root: Path, *, whole: bool = False, samples: range = range(2)) -> str:
     data = ImageFolder(root, SMALL, whole_files=whole)
     return data.fingerprint(len(data)) + data.content_fingerprint(samples)
+
+
+def test_a_picture_counts_by_its_pixels(tmp_path: Path) -> None:
+    """Whether it lies in memory or in a file that is not read yet; it counted by its mode and size."""
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    picture, other = Image.fromarray(pixels), Image.fromarray(pixels + 1)
+    picture.save(tmp_path / "a.png")
+    of_file = SampleHasher().digest(Image.open(tmp_path / "a.png"))
+    assert of_file == SampleHasher().digest(picture) != SampleHasher().digest(other)
 
 
 def small_task(folder: Path, **options: Any) -> ImageClassification:
