@@ -17,7 +17,8 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, _are_curves, _without_folders, build, limited_by
+from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.folders import short_of, without_folders
 from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
@@ -344,7 +345,7 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
         slices={"file": [pages.group("/data/raw/a.png", 1)]},
         against=[replace(plain.against[0], slices=of_file)],
     )
-    short = _without_folders(named)
+    short = without_folders(named)
     assert (
         [group["label"] for group in short.slices["file"]]
         == [*short.against[0].slices["file"]]
@@ -352,6 +353,44 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
     )
     whole = page_of(runs[1], task, command=command, paths=True)
     assert dict(whole.provenance)["folder"] == str(runs[1]) and str(runs[1]) in str(whole)
+
+
+def test_paths_without_their_folders_do_not_stand_for_each_other() -> None:
+    paths = [
+        "/x/siteA/1.png",
+        "/x/siteB/1.png",
+        "/x/siteB/2.png",
+        "val (copy)/cat/0.png",
+        "/1.png",
+        "…/2.png",
+    ]
+    assert [*short_of(paths).values()] == [
+        *("…/siteA/1.png", "…/siteB/1.png", "…/siteB/2.png", "val (copy)/cat/0.png", "…/1.png", "…/2.png")
+    ]
+    plain = pages.content(2)
+    sites, by = ["/a/x/one", "/b/x/one"], ("site", "site*sex")
+    labels = {"site": sites, "site*sex": [f"{each} * f" for each in sites]}
+    differences = {
+        of: {label: {"top1": (at, "", "")} for at, label in enumerate(labels[of], start=1)} for of in by
+    }
+    short = without_folders(
+        replace(
+            plain,
+            rows={"of": 2, "columns": [{"name": "id", "texts": paths[:2]}]},
+            samples=[replace(each, id=name) for each, name in zip(plain.samples, paths, strict=False)],
+            slices={of: [pages.group(label, 1) for label in labels[of]] for of in by},
+            against=[replace(plain.against[0], slices=differences)],
+            warnings=["of val (copy)/cat/0.png and (/home/me/x.png)"],
+        )
+    )
+    ids = ["…/siteA/1.png", "…/siteB/1.png"]
+    assert [each.id for each in short.samples] == short.rows["columns"][0]["texts"] == ids
+    for of, behind in (("site", ""), ("site*sex", " * f")):
+        wanted = {f"…/a/x/one{behind}": 1, f"…/b/x/one{behind}": 2}
+        found = short.against[0].slices[of]
+        assert {label: each["top1"][0] for label, each in found.items()} == wanted
+        assert [group["label"] for group in short.slices[of]] == [*wanted]
+    assert short.warnings == ["of val (copy)/cat/0.png and (…/x.png)"]
 
 
 def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:
