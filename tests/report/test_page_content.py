@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import dualeval
 from dualeval.comparison.worst import JudgedRows
+from dualeval.engine.folder.predictions import COLUMN_OF_DATA
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
+from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
 from dualeval.report.page.folders import short_of, without_folders
+from dualeval.report.page.html import render
+from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
@@ -391,6 +397,44 @@ def test_paths_without_their_folders_do_not_stand_for_each_other() -> None:
         assert {label: each["top1"][0] for label, each in found.items()} == wanted
         assert [group["label"] for group in short.slices[of]] == [*wanted]
     assert short.warnings == ["of val (copy)/cat/0.png and (…/x.png)"]
+
+
+def test_numbers_and_texts_of_the_table_are_those_that_are_found(tmp_path: Path) -> None:
+    evaluate(SeededTask(40), tmp_path / "run", batch_size=8)
+    long = [f"{'x' * 70} {'cat' if at % 2 else 'dog'}" for at in range(40)]
+    kept = {"key": [2**60 + at for at in range(40)], "lat": [52.52 + at * 1e-6 for at in range(40)]}
+
+    def kept_too(table: Any) -> Any:
+        for name, values in {**kept, "text": long}.items():
+            array = pyarrow.array(values)
+            table = table.append_column(pyarrow.field(name, array.type, metadata=COLUMN_OF_DATA), array)
+        losses = table.column("loss").to_pylist()
+        losses[3:6] = [float("nan"), float("inf"), 1.23456]
+        place = table.schema.get_field_index("loss")
+        return table.set_column(
+            place, table.schema.field("loss"), pyarrow.array(losses, table.column("loss").type)
+        )
+
+    changed(tmp_path / "run", tmp_path / "kept", kept_too)
+    page = page_of(tmp_path / "kept")
+    assert values_of(page, "loss")[3:6] == ["nan", "inf", pytest.approx(1.23456, abs=1e-7)]
+    assert values_of(page, "key") == [*map(str, kept["key"])]
+    assert values_of(page, "lat") == pytest.approx(kept["lat"], abs=1e-7)
+    assert values_of(page, "text") == long and "cut" not in page.rows
+    table = AllRows(columns := columns_of(runs := Runs.open(tmp_path / "kept")))
+    at = [each.name for each in columns].index("loss")
+    for way in (1, -1):
+        query = json.dumps({"search": "", "tests": [[at, 1, None]], "sorted": [at, way]})
+        found = [row[0] for row in table.rows(query, 0, 500)["rows"]]
+        assert {*found[::-way][:2]} == {3, 4}
+    # Texts for which a page has no room are cut before rows are left out, and it says so.
+    wide = [
+        replace(each, texts=pyarrow.array(["y" * 200_000] * 40)) if each.name == "text" else each
+        for each in columns
+    ]
+    cut = rows_of(wide, runs.rows)
+    assert cut["cut"] == 60 and len(cut["columns"][0]["texts"]) == 40
+    assert "first 60 letters of a text" in render(pages.content(rows=cut))
 
 
 def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:

@@ -98,7 +98,8 @@ def _short(text: str) -> str:
 
 def _is_kept(column: Mapping[str, Any]) -> bool:
     """Whether a column of the table has texts of the data: names of classes are none."""
-    return "texts" in column and not column["name"].startswith((TARGET, PREDICTION))
+    name = column["name"]
+    return "texts" in column and name not in (TARGET, PREDICTION) and not name.startswith(f"{PREDICTION} in ")
 
 
 def _parts(by: str, label: str) -> list[str]:
