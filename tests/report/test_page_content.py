@@ -21,7 +21,7 @@ from dualeval.engine.folder.predictions import COLUMN_OF_DATA
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
 from dualeval.report.page.all_rows import AllRows
-from dualeval.report.page.content import PageContent, _are_curves, build, limited_by
+from dualeval.report.page.content import VERSUS, PageContent, _are_curves, build, limited_by
 from dualeval.report.page.folders import short_of, without_folders
 from dualeval.report.page.html import render
 from dualeval.report.page.rows import columns_of, rows_of
@@ -402,7 +402,10 @@ def test_paths_without_their_folders_do_not_stand_for_each_other() -> None:
 def test_numbers_and_texts_of_the_table_are_those_that_are_found(tmp_path: Path) -> None:
     evaluate(SeededTask(40), tmp_path / "run", batch_size=8)
     long = [f"{'x' * 70} {'cat' if at % 2 else 'dog'}" for at in range(40)]
-    kept = {"key": [2**60 + at for at in range(40)], "lat": [52.52 + at * 1e-6 for at in range(40)]}
+    kept: dict[str, list[Any]] = {
+        "key": [2**60 + at for at in range(40)],
+        "lat": [52.52 + at * 1e-6 for at in range(40)],
+    }
 
     def kept_too(table: Any) -> Any:
         for name, values in {**kept, "text": long}.items():
@@ -418,7 +421,7 @@ def test_numbers_and_texts_of_the_table_are_those_that_are_found(tmp_path: Path)
     changed(tmp_path / "run", tmp_path / "kept", kept_too)
     page = page_of(tmp_path / "kept")
     assert values_of(page, "loss")[3:6] == ["nan", "inf", pytest.approx(1.23456, abs=1e-7)]
-    assert values_of(page, "key") == [*map(str, kept["key"])]
+    assert values_of(page, "key") == [str(each) for each in kept["key"]]
     assert values_of(page, "lat") == pytest.approx(kept["lat"], abs=1e-7)
     assert values_of(page, "text") == long and "cut" not in page.rows
     table = AllRows(columns := columns_of(runs := Runs.open(tmp_path / "kept")))
@@ -435,6 +438,32 @@ def test_numbers_and_texts_of_the_table_are_those_that_are_found(tmp_path: Path)
     cut = rows_of(wide, runs.rows)
     assert cut["cut"] == 60 and len(cut["columns"][0]["texts"]) == 40
     assert "first 60 letters of a text" in render(pages.content(rows=cut))
+
+
+def test_classes_that_share_a_name_have_their_own_differences(tmp_path: Path) -> None:
+    class Twins(SeededTask):
+        def labels_used(self) -> dict[str, Any]:
+            return {"classes": ["crane"] * 2 + [*map(str, range(2, CLASSES))]}
+
+    a, b = two_runs(tmp_path, lambda seed: Twins(200, seed=seed))
+    columns, one, other = page_of(b, against=[a]).class_columns, page_of(b, against=[a]), page_of(a)
+    recall, difference = columns.index("recall"), columns.index(f"recall{VERSUS}a")
+    for row, theirs in zip(one.class_rows, other.class_rows, strict=True):
+        assert row[difference] == pytest.approx(row[recall] - theirs[recall])
+
+
+def test_a_wrong_pixel_of_a_large_picture_is_seen() -> None:
+    wrong = Image.new("RGBA", (2000, 1000))
+    wrong.putpixel((1001, 501), (255, 255, 255, 255))
+
+    class OfMask:
+        def show(self, row: Mapping[str, Any]) -> Any:
+            return [Image.new("RGB", wrong.size), {"wrong": wrong}]
+
+    [shown] = things_of(OfMask(), {})
+    small = shown.layers["wrong"]
+    assert isinstance(small, Image.Image) and small.size == (240, 120)
+    assert np.count_nonzero(np.asarray(small)[..., 3]) == 1
 
 
 def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,8 @@ from dualeval.errors import UsageError
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.runs import Runs
-from tests.comparison.test_comparison import table_of
+from dualeval.report.page.server import PageServer, ServedPage
+from tests.comparison.test_comparison import changed, table_of
 from tests.conftest import Launch
 from tests.report.test_page_content import COUNT, EVIL, runs
 from tests.report.test_page_in_browser import Visit, browser, rows
@@ -179,6 +181,21 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
     tests = [wrong, [names.index("right in a"), 1, 1], [names.index("loss"), 1, None]]
     assert found(tests=tests, sorted=[names.index("loss"), -1]) == [at for at in by_loss if lost[at]]
     assert table.place_of(b.id[17]) == 17 and table.place_of("none") == -1
+
+
+def test_a_run_that_has_changed_or_gone_is_named(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    run = changed(runs[1], tmp_path / "run")
+    with PageServer(ServedPage(Runs.open(run), None)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asked(server.address, "card?row=1")[0] == 200
+        write_bytes = (run / "predictions.parquet").read_bytes()
+        (run / "predictions.parquet").unlink()
+        status, _, text = asked(server.address, "card?row=1")
+        assert status == 409 and "No such file" in text
+        (run / "predictions.parquet").write_bytes(write_bytes)
+        status, _, text = asked(server.address, "card?row=1")
+        assert status == 409 and "start 'dualeval report RUN --serve' again" in text
+        server.shutdown()
 
 
 @pytest.mark.needs("browser")

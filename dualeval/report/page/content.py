@@ -415,13 +415,17 @@ def _classes_beside(
     columns, rows = own
     for run, other in others.items():
         theirs, of_classes = classes_of(other.result, confusions_of(other.result, other.folder))
-        by_name = {each[0]: dict(zip(theirs, each, strict=True)) for each in of_classes}
+        # Classes may share a name: of equal lists each has its own.
+        names, there = [row[0] for row in rows], [each[0] for each in of_classes]
+        keys = [*range(len(names))] if names == there else names
+        of_keys = zip(keys if names == there else there, of_classes, strict=True)
+        by_name = {key: dict(zip(theirs, each, strict=True)) for key, each in of_keys}
         compared = [name for name in columns if name in _FIRST and name != "support" and name in theirs]
         known = [dict(zip(columns, row, strict=True)) for row in rows]
         columns = [*columns, *(f"{name}{VERSUS}{run}" for name in compared)]
         rows = [
-            [*row, *(_difference(of[name], by_name.get(of["class"], {}).get(name)) for name in compared)]
-            for row, of in zip(rows, known, strict=True)
+            [*row, *(_difference(of[name], by_name.get(key, {}).get(name)) for name in compared)]
+            for row, of, key in zip(rows, known, keys, strict=True)
         ]
     return columns, rows
 

@@ -128,7 +128,11 @@ function atServer() {
   let query = "";
   async function ask(what, values) {
     try {
-      return await fetch(`${what}?${new URLSearchParams(values)}`);
+      const answer = await fetch(`${what}?${new URLSearchParams(values)}`);
+      if (answer.status !== 409) return answer;
+      large.close();
+      one("#rows-found").textContent = await answer.text();
+      return new Promise(() => {});
     } catch {
       one("#rows-found").textContent = "The server of this page has ended. Type its command again, and open the address that it prints.";
       return new Promise(() => {});  // nothing follows
