@@ -345,7 +345,12 @@ def _print_sample(name: str, rows: JudgedRows, others: Sequence[JudgedRows]) -> 
     for each in (rows, *others):
         [known] = each.samples([each.place_of(name)])
         judged = {"target": known.target, "prediction": known.prediction, "right": known.correct}
-        there = {column: value for column, value in judged.items() if value is not None}
+        # A column of the data keeps its name.
+        there = {
+            f"{column} (of the run)" if column in each.data_names else column: value
+            for column, value in judged.items()
+            if value is not None
+        }
         found.append({**in_words(known.row, each), **there})
     # A row alone is not cut.
     cut = _cut if others else (lambda text: text)

@@ -85,8 +85,9 @@ class Judged(NamedTuple):
     columns: dict[str, npt.NDArray[np.float64]]
     # 1 or 0.
     right: npt.NDArray[np.float64] | None
-    # By the run's `measure`.
+    # By the run's `measure`; and which rows have such a number, NaN or not.
     measured: npt.NDArray[np.float64] | None
+    has_number: npt.NDArray[np.bool_]
 
 
 class Listed(NamedTuple):
@@ -276,6 +277,7 @@ class JudgedRows:
         columns = {name: none.copy() for name in names}
         right = none.copy() if self.judges else None
         measured = none.copy() if self.measure is not None else None
+        has_number = np.zeros(self.rows.count, np.bool_)
         for places, window in self._windows():
             for name, column in columns.items():
                 column[places] = window[name]
@@ -284,7 +286,8 @@ class JudgedRows:
             if measured is not None and self.measure is not None:
                 values, there = self.measure.of(window)
                 measured[places] = np.where(there, values, np.nan)
-        return Judged(columns, right, measured)
+                has_number[places] = there
+        return Judged(columns, right, measured, has_number)
 
     def evaluated(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these rows could be read; a place of -1 is none."""

@@ -6,16 +6,18 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 import dualeval
 from dualeval.cli.finished import show
+from dualeval.engine.folder.predictions import COLUMN_OF_DATA
 from dualeval.errors import UsageError
 from dualeval.messages import csv_cell, printable, printable_lines
 from dualeval.metrics import Mean, Metric, RowMetric
-from tests.comparison.test_comparison import SeededTask, table_of
+from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
 from tests.report.test_page_content import COUNT, EVIL, NamedTask, runs
 from tests.vehicles.tiny import TinyDataset
@@ -65,6 +67,20 @@ def test_a_sample_is_shown_with_all_that_runs_know(runs: tuple[Path, Path]) -> N
         typed(runs[1], name, "--worst", 3)
     with pytest.raises(UsageError, match="name it, as in dualeval show RUN ID"):
         typed(runs[1], "--against", runs[0])
+
+
+def test_a_kept_column_called_right_is_shown_beside_the_run_s(tmp_path: Path) -> None:
+    evaluate(SeededTask(40), tmp_path / "run")
+
+    def kept(table: Any) -> Any:
+        column = pyarrow.array(["eye"] * 40)
+        return table.append_column(pyarrow.field("right", column.type, metadata=COLUMN_OF_DATA), column)
+
+    run = changed(tmp_path / "run", tmp_path / "kept", kept)
+    row = table_of(run).loc[7]
+    lines = {line.split("  ")[0].strip(): line.split() for line in typed(run, row.id)}
+    assert lines["right"][-1] == "eye"
+    assert lines["right (of the run)"][-1] == str(row.target == row.prediction)
 
 
 def test_a_number_beyond_the_classes_is_refused(tmp_path: Path) -> None:

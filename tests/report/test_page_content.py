@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import dualeval
 from dualeval.comparison.worst import JudgedRows
+from dualeval.engine.folder.predictions import COLUMN_OF_DATA
 from dualeval.errors import UsageError
 from dualeval.report.comparison import shown_difference
-from dualeval.report.page.content import PageContent, _are_curves, _without_folders, build, limited_by
+from dualeval.report.page.all_rows import AllRows
+from dualeval.report.page.content import VERSUS, PageContent, _are_curves, build, limited_by
+from dualeval.report.page.folders import short_of, without_folders
+from dualeval.report.page.html import render
+from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.runs import Runs
 from dualeval.report.page.things import Shown, is_same, others_than, things_of
 from dualeval.result import read_result
@@ -344,7 +351,7 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
         slices={"file": [pages.group("/data/raw/a.png", 1)]},
         against=[replace(plain.against[0], slices=of_file)],
     )
-    short = _without_folders(named)
+    short = without_folders(named)
     assert (
         [group["label"] for group in short.slices["file"]]
         == [*short.against[0].slices["file"]]
@@ -352,6 +359,111 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
     )
     whole = page_of(runs[1], task, command=command, paths=True)
     assert dict(whole.provenance)["folder"] == str(runs[1]) and str(runs[1]) in str(whole)
+
+
+def test_paths_without_their_folders_do_not_stand_for_each_other() -> None:
+    paths = [
+        "/x/siteA/1.png",
+        "/x/siteB/1.png",
+        "/x/siteB/2.png",
+        "val (copy)/cat/0.png",
+        "/1.png",
+        "…/2.png",
+    ]
+    assert [*short_of(paths).values()] == [
+        *("…/siteA/1.png", "…/siteB/1.png", "…/siteB/2.png", "val (copy)/cat/0.png", "…/1.png", "…/2.png")
+    ]
+    plain = pages.content(2)
+    sites, by = ["/a/x/one", "/b/x/one"], ("site", "site*sex")
+    labels = {"site": sites, "site*sex": [f"{each} * f" for each in sites]}
+    differences = {
+        of: {label: {"top1": (at, "", "")} for at, label in enumerate(labels[of], start=1)} for of in by
+    }
+    short = without_folders(
+        replace(
+            plain,
+            rows={"of": 2, "columns": [{"name": "id", "texts": paths[:2]}]},
+            samples=[replace(each, id=name) for each, name in zip(plain.samples, paths, strict=False)],
+            slices={of: [pages.group(label, 1) for label in labels[of]] for of in by},
+            against=[replace(plain.against[0], slices=differences)],
+            warnings=["of val (copy)/cat/0.png and (/home/me/x.png)"],
+        )
+    )
+    ids = ["…/siteA/1.png", "…/siteB/1.png"]
+    assert [each.id for each in short.samples] == short.rows["columns"][0]["texts"] == ids
+    for of, behind in (("site", ""), ("site*sex", " * f")):
+        wanted = {f"…/a/x/one{behind}": 1, f"…/b/x/one{behind}": 2}
+        found = short.against[0].slices[of]
+        assert {label: each["top1"][0] for label, each in found.items()} == wanted
+        assert [group["label"] for group in short.slices[of]] == [*wanted]
+    assert short.warnings == ["of val (copy)/cat/0.png and (…/x.png)"]
+
+
+def test_numbers_and_texts_of_the_table_are_those_that_are_found(tmp_path: Path) -> None:
+    evaluate(SeededTask(40), tmp_path / "run", batch_size=8)
+    long = [f"{'x' * 70} {'cat' if at % 2 else 'dog'}" for at in range(40)]
+    kept: dict[str, list[Any]] = {
+        "key": [2**60 + at for at in range(40)],
+        "lat": [52.52 + at * 1e-6 for at in range(40)],
+    }
+
+    def kept_too(table: Any) -> Any:
+        for name, values in {**kept, "text": long}.items():
+            array = pyarrow.array(values)
+            table = table.append_column(pyarrow.field(name, array.type, metadata=COLUMN_OF_DATA), array)
+        losses = table.column("loss").to_pylist()
+        losses[3:6] = [float("nan"), float("inf"), 1.23456]
+        place = table.schema.get_field_index("loss")
+        return table.set_column(
+            place, table.schema.field("loss"), pyarrow.array(losses, table.column("loss").type)
+        )
+
+    changed(tmp_path / "run", tmp_path / "kept", kept_too)
+    page = page_of(tmp_path / "kept")
+    assert values_of(page, "loss")[3:6] == ["nan", "inf", pytest.approx(1.23456, abs=1e-7)]
+    assert values_of(page, "key") == [str(each) for each in kept["key"]]
+    assert values_of(page, "lat") == pytest.approx(kept["lat"], abs=1e-7)
+    assert values_of(page, "text") == long and "cut" not in page.rows
+    table = AllRows(columns := columns_of(runs := Runs.open(tmp_path / "kept")))
+    at = [each.name for each in columns].index("loss")
+    for way in (1, -1):
+        query = json.dumps({"search": "", "tests": [[at, 1, None]], "sorted": [at, way]})
+        found = [row[0] for row in table.rows(query, 0, 500)["rows"]]
+        assert {*found[::-way][:2]} == {3, 4}
+    # Texts for which a page has no room are cut before rows are left out, and it says so.
+    wide = [
+        replace(each, texts=pyarrow.array(["y" * 200_000] * 40)) if each.name == "text" else each
+        for each in columns
+    ]
+    cut = rows_of(wide, runs.rows)
+    assert cut["cut"] == 60 and len(cut["columns"][0]["texts"]) == 40
+    assert "first 60 letters of a text" in render(pages.content(rows=cut))
+
+
+def test_classes_that_share_a_name_have_their_own_differences(tmp_path: Path) -> None:
+    class Twins(SeededTask):
+        def labels_used(self) -> dict[str, Any]:
+            return {"classes": ["crane"] * 2 + [*map(str, range(2, CLASSES))]}
+
+    a, b = two_runs(tmp_path, lambda seed: Twins(200, seed=seed))
+    columns, one, other = page_of(b, against=[a]).class_columns, page_of(b, against=[a]), page_of(a)
+    recall, difference = columns.index("recall"), columns.index(f"recall{VERSUS}a")
+    for row, theirs in zip(one.class_rows, other.class_rows, strict=True):
+        assert row[difference] == pytest.approx(row[recall] - theirs[recall])
+
+
+def test_a_wrong_pixel_of_a_large_picture_is_seen() -> None:
+    wrong = Image.new("RGBA", (2000, 1000))
+    wrong.putpixel((1001, 501), (255, 255, 255, 255))
+
+    class OfMask:
+        def show(self, row: Mapping[str, Any]) -> Any:
+            return [Image.new("RGB", wrong.size), {"wrong": wrong}]
+
+    [shown] = things_of(OfMask(), {})
+    small = shown.layers["wrong"]
+    assert isinstance(small, Image.Image) and small.size == (240, 120)
+    assert np.count_nonzero(np.asarray(small)[..., 3]) == 1
 
 
 def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:

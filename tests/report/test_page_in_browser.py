@@ -230,6 +230,29 @@ def test_a_link_to_a_sample_that_has_no_card_or_none_says_so_and_leads_nowhere(
     page.context.close()
 
 
+def test_rows_are_found_by_all_digits_and_letters_and_nan_is_the_worst(browser: Any, tmp_path: Path) -> None:
+    long = [f"{'x' * 70} {animal}" for animal in ("cat", "dog", "cat", "dog")]
+    columns = [
+        {"name": "id", "texts": ["100%.png", "b", "c", "d"]},
+        {"name": "loss", "values": [1.00004, "nan", None, 1.00001]},
+        {"name": "text", "texts": long},
+    ]
+    (tmp_path / "page.html").write_text(render(content(0, rows={"of": 4, "columns": columns})), "utf-8")
+    visit = Visit(browser, f"{(tmp_path / 'page.html').as_uri()}#sample=100%.png")
+    page = visit.page
+    assert page.locator("#large dd").all_inner_texts() == ["100%.png", "1", long[0]]
+    page.keyboard.press("Escape")
+    for ids in (["b", "100%.png", "d", "c"], ["d", "100%.png", "b", "c"]):
+        page.locator("#rows-table .by >> text='loss'").click()
+        assert rows(visit) == ids
+    assert rows(visit, 2) == ["1", "1", "nan", "–"] and rows(visit, 3)[0] == f"{'x' * 60}…"
+    page.fill("#row-filters input[type=number] >> nth=0", "1.00003")
+    assert rows(visit) == ["100%.png", "b"]
+    page.fill("#search", "dog")
+    assert rows(visit) == ["b"]
+    visit.end()
+
+
 def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page

@@ -7,12 +7,14 @@ import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +24,8 @@ from dualeval.errors import UsageError
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.rows import columns_of, rows_of
 from dualeval.report.page.runs import Runs
-from tests.comparison.test_comparison import table_of
+from dualeval.report.page.server import PageServer, ServedPage
+from tests.comparison.test_comparison import changed, table_of
 from tests.conftest import Launch
 from tests.report.test_page_content import COUNT, EVIL, runs
 from tests.report.test_page_in_browser import Visit, browser, rows
@@ -166,12 +169,10 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
         for at in found(search=b.id[17][:-1])
         if b.target[at] != b.prediction[at] or a.target[at] != a.prediction[at]
     ]
-    # Losses that look equal are equal, in the order of the rows, as in a file.
-    shown = b.loss.map(lambda each: float(f"{each:.4g}"))
-    assert shown.nunique() < b.loss.nunique()
-    by_loss = shown.sort_values(ascending=False, kind="stable").index
+    # By all digits, also of losses that look equal; in a file, too.
+    by_loss = b.loss.sort_values(ascending=False, kind="stable").index
     [of_file] = [each for each in rows_of(columns, ours)["columns"] if each["name"] == "loss"]
-    assert of_file["values"] == [*shown]
+    assert [*np.float32(of_file["values"])] == [*np.float32(b.loss)]
     assert found(sorted=[names.index("loss"), -1]) == [*by_loss][:500]
     assert found(sorted=[0, 1]) == [*b.id.sort_values().index][:500]
     wrong = [names.index("right"), 0, 0]
@@ -179,6 +180,21 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
     tests = [wrong, [names.index("right in a"), 1, 1], [names.index("loss"), 1, None]]
     assert found(tests=tests, sorted=[names.index("loss"), -1]) == [at for at in by_loss if lost[at]]
     assert table.place_of(b.id[17]) == 17 and table.place_of("none") == -1
+
+
+def test_a_run_that_has_changed_or_gone_is_named(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    run = changed(runs[1], tmp_path / "run")
+    with PageServer(ServedPage(Runs.open(run), None)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asked(server.address, "card?row=1")[0] == 200
+        write_bytes = (run / "predictions.parquet").read_bytes()
+        (run / "predictions.parquet").unlink()
+        status, _, text = asked(server.address, "card?row=1")
+        assert status == 409 and "No such file" in text
+        (run / "predictions.parquet").write_bytes(write_bytes)
+        status, _, text = asked(server.address, "card?row=1")
+        assert status == 409 and "start 'dualeval report RUN --serve' again" in text
+        server.shutdown()
 
 
 @pytest.mark.needs("browser")

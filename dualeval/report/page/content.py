@@ -5,9 +5,8 @@ The pictures of a sample are what ``task.show(row)`` returns (``things.py``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,8 +25,6 @@ from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 _CARDS, _LOSSES = 60, 30
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy", "ap", "ap50", "ar")
-# What an absolute path begins with; in a URL nothing is one.
-_FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 # Between a column of a table and the run from which the difference is.
 VERSUS = " vs "
 # How metrics end that are curves.
@@ -189,7 +186,11 @@ def build(
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command, paths=paths),
     )
-    return content if paths else _without_folders(content)
+    if paths:
+        return content
+    from dualeval.report.page.folders import without_folders
+
+    return without_folders(content)
 
 
 def _are_curves(name: str, value: Any) -> bool:
@@ -198,59 +199,6 @@ def _are_curves(name: str, value: Any) -> bool:
     return len(curves) > 0 and all(
         isinstance(each, list) and len(each) > 1 and all(isinstance(at, float) for at in each)
         for each in curves
-    )
-
-
-def _without_folders(content: PageContent) -> PageContent:
-    """The same without the folders that absolute paths begin with; texts of the data stay as they are."""
-
-    def short(text: str) -> str:
-        return _FOLDERS.sub("…/", text)
-
-    def pairs(items: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        return [(name, short(text)) for name, text in items]
-
-    def of_things(things: Sequence[Shown]) -> tuple[Shown, ...]:
-        return tuple(
-            replace(each, text=short(each.text)) if each.kind == "error" else each for each in things
-        )
-
-    def of_column(column: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**column, "texts": [*map(short, column["texts"])]} if "texts" in column else column
-
-    def of_groups(groups: Mapping[str, Any]) -> dict[str, Any]:
-        return {short(label): value for label, value in groups.items()}
-
-    def of_sample(sample: SampleShown) -> SampleShown:
-        return replace(
-            sample,
-            id=short(sample.id),
-            columns=dict(pairs([*sample.columns.items()])),
-            facets={facet: tuple(map(short, labels)) for facet, labels in sample.facets.items()},
-            shown=of_things(sample.shown),
-            others=tuple(replace(each, shown=of_things(each.shown)) for each in sample.others),
-        )
-
-    return replace(
-        content,
-        title=short(content.title),
-        about=pairs(content.about),
-        warnings=[*map(short, content.warnings)],
-        against=[
-            replace(
-                each,
-                notes=[*map(short, each.notes)],
-                slices={by: of_groups(groups) for by, groups in each.slices.items()},
-            )
-            for each in content.against
-        ],
-        slices={
-            by: [{**group, "label": short(group["label"])} for group in groups]
-            for by, groups in content.slices.items()
-        },
-        samples=[*map(of_sample, content.samples)],
-        provenance=pairs(content.provenance),
-        rows={**content.rows, "columns": [*map(of_column, content.rows["columns"])]},
     )
 
 
@@ -467,13 +415,17 @@ def _classes_beside(
     columns, rows = own
     for run, other in others.items():
         theirs, of_classes = classes_of(other.result, confusions_of(other.result, other.folder))
-        by_name = {each[0]: dict(zip(theirs, each, strict=True)) for each in of_classes}
+        # Classes may share a name: of equal lists each has its own.
+        names, there = [row[0] for row in rows], [each[0] for each in of_classes]
+        keys = [*range(len(names))] if names == there else names
+        of_keys = zip(keys if names == there else there, of_classes, strict=True)
+        by_name = {key: dict(zip(theirs, each, strict=True)) for key, each in of_keys}
         compared = [name for name in columns if name in _FIRST and name != "support" and name in theirs]
         known = [dict(zip(columns, row, strict=True)) for row in rows]
         columns = [*columns, *(f"{name}{VERSUS}{run}" for name in compared)]
         rows = [
-            [*row, *(_difference(of[name], by_name.get(of["class"], {}).get(name)) for name in compared)]
-            for row, of in zip(rows, known, strict=True)
+            [*row, *(_difference(of[name], by_name.get(key, {}).get(name)) for name in compared)]
+            for row, of, key in zip(rows, known, keys, strict=True)
         ]
     return columns, rows
 

@@ -67,7 +67,13 @@ if (cards.length) filter();
 
 // All samples: a table of which only the rows in sight are there. Its rows are in the page, or a server has them.
 const { columns, of, served } = JSON.parse(one("#rows-data").textContent);
-const HEIGHT = 32, AROUND = 12;
+// JSON has no such numbers; a NaN is the worst of its column.
+columns.forEach((column) => {
+  const numbers = { nan: column.low ? -Infinity : Infinity, inf: Infinity, "-inf": -Infinity };
+  column.shown = column.values;
+  if (!column.texts) column.values = column.shown?.map((value) => numbers[value] ?? value);
+});
+const HEIGHT = 32, AROUND = 12, LETTERS = 60, DIGITS = 4;
 // Browsers draw nothing that is much higher: of more rows, those in sight go by faster than the bar.
 const HIGHEST = 15e6;
 const count = served ? of : columns.length ? (columns[0].values ?? columns[0].texts).length : 0;
@@ -82,7 +88,7 @@ function inPage() {
   const valueOf = (column, row) => (column.values ? column.values[row] : row);
   const textOf = (column, row) => {
     const value = valueOf(column, row);
-    return value === null ? null : column.texts ? column.texts[value] : value;
+    return value === null ? null : column.texts ? column.texts[value] : column.shown[row];
   };
   const searched = columns.filter((column) => column.texts).map((column) => [column, column.texts.map((text) => text.toLowerCase())]);
   let shown = [];
@@ -107,7 +113,7 @@ function inPage() {
     const keys = new Float64Array(count);
     for (let row = 0; row < count; row++) {
       const value = valueOf(column, row);
-      keys[row] = value === null ? Infinity : way * (ranks ? ranks[value] : value);
+      keys[row] = value === null ? Infinity : way * (ranks ? ranks[value] : Math.max(-Number.MAX_VALUE, Math.min(value, Number.MAX_VALUE)));
     }
     shown.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
   }
@@ -122,7 +128,11 @@ function atServer() {
   let query = "";
   async function ask(what, values) {
     try {
-      return await fetch(`${what}?${new URLSearchParams(values)}`);
+      const answer = await fetch(`${what}?${new URLSearchParams(values)}`);
+      if (answer.status !== 409) return answer;
+      large.close();
+      one("#rows-found").textContent = await answer.text();
+      return new Promise(() => {});
     } catch {
       one("#rows-found").textContent = "The server of this page has ended. Type its command again, and open the address that it prints.";
       return new Promise(() => {});  // nothing follows
@@ -144,7 +154,8 @@ function atServer() {
     },
   };
 }
-const shownText = (value) => (value === null ? "\u2013" : String(value));
+const shownText = (value) => (value === null ? "\u2013" : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(DIGITS))) : String(value));
+const begun = (text) => ([...text.slice(0, 2 * LETTERS + 2)].length > LETTERS ? `${[...text].slice(0, LETTERS).join("")}\u2026` : text);
 
 // The rows in sight, first to last, and how much is above the first.
 function inSight() {
@@ -164,7 +175,7 @@ async function paint() {
     values.forEach((value, place) => {
       const cell = document.createElement(place ? "td" : "th");
       const text = shownText(value);
-      if (place) cell.textContent = cell.title = text;
+      if (place) Object.assign(cell, { textContent: begun(text), title: value ?? text });
       else {
         const button = document.createElement("button");
         button.type = "button";
@@ -247,7 +258,7 @@ if (count) {
     });
     one("#rows-table thead tr").append(heading);
     if (column.choice) {
-      const control = newSelect(column.texts.map((text, place) => [text, place]));
+      const control = newSelect(column.texts.map((text, place) => [begun(text), place]));
       on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
       field(column.name, control);
     } else if (!column.texts) {
@@ -335,9 +346,13 @@ on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; i
 on(large, "click", (event) => { if (event.target === large) large.close(); });
 on(large, "close", () => { if (location.hash.startsWith("#sample=")) history.replaceState(null, "", location.pathname); });
 on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
+// What somebody has typed, such as "100%.png", may be no encoded text.
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; }
+}
 function open() {
   const match = /^#sample=(.*)$/.exec(location.hash);
-  if (match) openCard(decodeURIComponent(match[1]));
+  if (match) openCard(decoded(match[1]));
   else if (large.open) large.close();
 }
 on(window, "hashchange", open);

@@ -21,9 +21,8 @@ MOST = 100_000
 _BYTES = 4_500_000
 # Of a column with more different texts one is searched for, not chosen.
 _CHOICES = 300
-_DIGITS = 4  # of a number that is not whole
-# Of a text: of more a row says the beginning.
-_LETTERS = 60
+# Of a text, where a page has no room for all of it, or one answer of a server.
+_LETTERS, _SERVED_LETTERS = 60, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,8 @@ class Column:
     values: npt.NDArray[Any]
     # A ``pyarrow.LargeStringArray`` of different texts; None for numbers.
     texts: Any = None
+    # Of numbers, those that are NaN: in `values` they are infinite, on the side of the worst.
+    nans: npt.NDArray[np.bool_] | None = None
 
     @property
     def is_choice(self) -> bool:
@@ -45,16 +46,18 @@ class Column:
         """The values of these rows, for people: None for none."""
         values = self.values[places].tolist()
         if self.texts is None:
-            return [*map(_number, values)]
-        return [None if each < 0 else self.texts[each].as_py() for each in values]
+            nans = [False] * len(values) if self.nans is None else self.nans[places].tolist()
+            return ["nan" if is_nan else _number(each) for each, is_nan in zip(values, nans, strict=True)]
+        return [None if each < 0 else _begun(self.texts[each].as_py(), _SERVED_LETTERS) for each in values]
 
-    def embedded(self, places: npt.NDArray[Any]) -> dict[str, Any]:
-        """These rows as they are in a page, with the texts that they need."""
+    def embedded(self, places: npt.NDArray[Any], letters: int | None = None) -> dict[str, Any]:
+        """These rows as they are in a page, with the texts that they need; of each the first ``letters``."""
         if self.texts is None:
-            return {"name": self.name, "values": self.some(places)}
+            is_low = self.nans is not None and bool((self.values[self.nans] < 0).any())
+            return {"name": self.name, "values": self.some(places), **({"low": True} if is_low else {})}
         used, of_rows = np.unique(self.values[places], return_inverse=True)
         has_none = int(len(used) > 0 and used[0] < 0)
-        texts = self.texts.take(used[has_none:]).to_pylist()
+        texts = [_begun(each, letters) for each in self.texts.take(used[has_none:]).to_pylist()]
         column = {"name": self.name, "texts": texts, "choice": self.is_choice}
         values = [None if each < 0 else each for each in (of_rows - has_none).tolist()]
         return column if values == [*range(len(texts))] else {**column, "values": values}
@@ -77,7 +80,8 @@ def columns_of(runs: Runs) -> list[Column]:
                 none = np.append(column.values, np.array([-1 if column.texts is not None else np.nan]))
                 # Those that the other run lacks are at -1: the last one, which is none.
                 values = none.astype(column.values.dtype)[there]
-                columns.append(replace(column, name=f"{column.name} in {run}", values=values))
+                nans = None if column.nans is None else np.append(column.nans, False)[there]
+                columns.append(replace(column, name=f"{column.name} in {run}", values=values, nans=nans))
     return columns
 
 
@@ -87,16 +91,23 @@ def rows_of(
     """What a page has of its table: ``columns``, and how many rows there are in ``of``.
 
     A column has a ``name`` and ``values``, numbers or None; those of texts are places in its ``texts``, or
-    there are none, and each row has its own text. By a ``choice`` of them rows are chosen.
+    there are none, and each row has its own text. By a ``choice`` of them rows are chosen. Numbers that JSON
+    lacks are "nan", "inf" and "-inf"; a NaN is the lowest of a column that is ``low``, else the highest.
+    ``cut`` says that texts end after so many letters.
     """
     of = rows.rows.count
     most = MOST
+    letters = _LETTERS if sum(each.texts.nbytes for each in columns[1:] if each.texts) > _BYTES else None
     while True:
         places = np.arange(of) if of <= most else _worst(rows, comparisons, most)
-        embedded = [each.embedded(places) for each in columns]
+        # Ids are whole: they are links.
+        embedded = [each.embedded(places, letters if at else None) for at, each in enumerate(columns)]
         size = len(json.dumps(embedded, separators=(",", ":")))
         if size <= _BYTES or not len(places):
-            return {"of": of, "columns": embedded}
+            return {"of": of, "columns": embedded, **({"cut": letters} if letters else {})}
+        if letters is None:
+            letters = _LETTERS
+            continue
         most = int(0.9 * len(places) * _BYTES / size)
 
 
@@ -118,7 +129,7 @@ def _judged(rows: JudgedRows) -> Iterator[Column]:
     if CONFIDENCE in judged.columns:
         yield _of_numbers(CONFIDENCE, judged.columns[CONFIDENCE])
     if judged.measured is not None and rows.measure is not None:
-        yield _of_numbers(rows.measure.name, judged.measured)
+        yield _of_numbers(rows.measure.name, judged.measured, judged.has_number, is_high=rows.measure.high)
 
 
 def _named(rows: JudgedRows, name: str, values: npt.NDArray[np.float64]) -> Column:
@@ -139,33 +150,48 @@ def _of_file(rows: JudgedRows, name: str) -> Column | None:
 
     column = rows.rows.whole(name)
     if rows.rows.kinds[name]:
-        return _of_numbers(name, np.asarray(column.cast(pyarrow.float64())))
+        try:
+            # A column of the data has NaN where it has nothing.
+            there = None if name in rows.data_names else np.asarray(column.is_valid())
+            return _of_numbers(name, np.asarray(column.cast(pyarrow.float64())), there)
+        except pyarrow.ArrowInvalid:  # whole numbers beyond those that floats and a browser have
+            column = column.cast(pyarrow.large_string())
     if not pyarrow.types.is_large_string(column.type):
         return None
     return _of_texts(name, column, np.arange(len(column), dtype=np.int32))
 
 
-def _of_numbers(name: str, values: npt.NDArray[np.float64]) -> Column:
-    """Numbers as they are shown: what looks equal is sorted as equal, in a file and served."""
-    values = np.where(np.isfinite(values), values, np.nan)
-    with np.errstate(all="ignore"):
-        scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
-        shown = np.round(values * scale) / scale
-    return Column(name=name, values=np.where((values % 1 == 0) | ~np.isfinite(shown), values, shown))
+def _of_numbers(
+    name: str,
+    values: npt.NDArray[np.float64],
+    there: npt.NDArray[np.bool_] | None = None,
+    *,
+    is_high: bool = True,
+) -> Column:
+    """``there`` says which rows have a number, NaN or not; ``is_high``, whether high ones are worse."""
+    nans = None if there is None else there & np.isnan(values)
+    if nans is None or not nans.any():
+        return Column(name=name, values=values)
+    return Column(name=name, values=np.where(nans, np.inf if is_high else -np.inf, values), nans=nans)
 
 
 def _of_texts(name: str, texts: Any, places: npt.NDArray[np.int32]) -> Column:
     """A column from texts of which some may be equal or None, and the place of each row's."""
     import pyarrow
-    import pyarrow.compute
 
-    begun = pyarrow.compute.utf8_slice_codeunits(pyarrow.array(texts, pyarrow.large_string()), 0, _LETTERS)
-    encoded = begun.dictionary_encode()
+    encoded = pyarrow.array(texts, pyarrow.large_string()).dictionary_encode()
     known = np.asarray(encoded.indices.fill_null(-1)).astype(np.int32)
     return Column(name=name, values=np.append(known, np.int32(-1))[places], texts=encoded.dictionary)
 
 
-def _number(value: float) -> float | int | None:
+def _begun(text: str, letters: int | None) -> str:
+    return text if letters is None or len(text) <= letters else f"{text[:letters]}…"
+
+
+def _number(value: float) -> float | int | str | None:
+    """A number with all digits of 32 bits: a page rounds what it shows, and not what it finds."""
     if value != value:
         return None
-    return int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+    if value in (np.inf, -np.inf):
+        return "inf" if value > 0 else "-inf"
+    return int(value) if value.is_integer() else float(f"{value:.9g}")

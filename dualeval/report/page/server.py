@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.content import PageContent, samples_shown
 from dualeval.report.page.html import policy_of, render, render_card, seen
@@ -41,6 +42,7 @@ class ServedPage:
         """Arguments as of ``page.content_of``."""
         self._runs, self._task = runs, task
         self._table = AllRows(columns_of(runs))
+        self._files = {each.rows.path: _state(each.rows.path) for each in (runs.rows, *runs.others.values())}
         # It is not sent, so it names folders: ids are those in the file.
         self.content: PageContent = content_of(
             runs, task, problem=problem, paths=True, table=self._table.head()
@@ -75,8 +77,19 @@ class ServedPage:
         place = int(wanted["row"]) if "row" in wanted else self._table.place_of(wanted["id"])
         if not 0 <= place < self._runs.rows.rows.count:
             return "text/html", ""
+        for path, state in self._files.items():
+            if _state(path) != state:
+                raise UsageError(
+                    f"the run {path.parent} has changed: start 'dualeval report RUN --serve' again"
+                )
         [sample] = samples_shown(self._runs, self._task, {place: ()})
         return "text/html", render_card(self.content, sample)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What is another one where a file has been written again."""
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 class PageServer(ThreadingTCPServer):
@@ -121,6 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             wanted = {name: values[0] for name, values in parse_qs(query, max_num_fields=5).items()}
             answer = self.server.page.answer("/".join(names), wanted)
+        except (DualevalError, OSError) as error:  # the run was evaluated again, or is gone
+            self._send(HTTPStatus.CONFLICT, "text/plain", text_of(error))
+            return
         except (ValueError, TypeError, LookupError, AttributeError):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from dualeval.errors import with_type
 
 if TYPE_CHECKING:
     from PIL import Image
 
 THUMBNAIL = 240  # pixels of the longer side
+_WRONG = "wrong"  # the layer of all pixels that are
 
 # Left, top, right and bottom in shares of the picture's sides, colour as "#rrggbb", and text.
 Box: TypeAlias = tuple[float, float, float, float, str, str]
@@ -80,7 +83,7 @@ def _are_layers(value: Any) -> bool:
 
 
 def _layers(layers: Mapping[str, Any], under: Any, small: Any) -> dict[str, Any]:
-    from PIL import Image, ImageColor
+    from PIL import ImageColor
 
     width, height = under.size
 
@@ -93,10 +96,22 @@ def _layers(layers: Mapping[str, Any], under: Any, small: Any) -> dict[str, Any]
             for left, top, right, bottom, colour, text in each
         )
         if isinstance(each, list)
-        # Classes are not mixed.
-        else each.convert("RGBA").resize(small.size, Image.Resampling.NEAREST)
+        else _reduced(each.convert("RGBA"), small.size, str(name))
         for name, each in layers.items()
     }
+
+
+def _reduced(layer: Image.Image, size: tuple[int, int], name: str) -> Image.Image:
+    """A layer in the size of its picture: of "wrong" also what is thinner than a pixel."""
+    from PIL import Image
+
+    if name != _WRONG:
+        # Classes are not mixed.
+        return layer.resize(size, Image.Resampling.NEAREST)
+    pixels = np.asarray(layer)
+    for axis, new in ((0, size[1]), (1, size[0])):
+        pixels = np.maximum.reduceat(pixels, np.arange(new) * pixels.shape[axis] // new, axis=axis)
+    return Image.fromarray(pixels)
 
 
 def others_than(own: Sequence[Shown], things: Sequence[Shown]) -> tuple[Shown, ...]:
