@@ -172,7 +172,7 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
     # By all digits, also of losses that look equal; in a file, too.
     by_loss = b.loss.sort_values(ascending=False, kind="stable").index
     [of_file] = [each for each in rows_of(columns, ours)["columns"] if each["name"] == "loss"]
-    assert [*np.float32(of_file["values"])] == [*np.float32(b.loss)]
+    assert np.array_equal(np.array(of_file["values"], np.float32), b.loss.to_numpy(np.float32))
     assert found(sorted=[names.index("loss"), -1]) == [*by_loss][:500]
     assert found(sorted=[0, 1]) == [*b.id.sort_values().index][:500]
     wrong = [names.index("right"), 0, 0]
