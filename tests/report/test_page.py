@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dualeval.cli import dualeval
 from dualeval.errors import UsageError
 from dualeval.report.page import page as writing
 from dualeval.report.page.html import render
-from dualeval.report.page.things import Shown
+from dualeval.report.page.things import Shown, others_than
 from tests.conftest import Launch
 from tests.report.pages import ESCAPED, ESCAPES, MARKUP, content, sample
 
@@ -132,6 +133,20 @@ def test_a_long_text_is_folded_and_a_short_one_is_not() -> None:
     )
     assert "p" * 500 in cards and "d" * 500 in cards
     assert "z" * 4000 in cards and "z" * 4001 not in cards and "(9,000 letters)" in cards
+
+
+def test_the_words_that_differ_are_marked_in_both_answers() -> None:
+    own, other = (
+        Shown(kind="table", table={"prompt": "the same", "answer": answer})
+        for answer in (f"It is a red {MARKUP} cat", "It was a red cat, I think")
+    )
+    whole = sample(0, (28, 28))
+    apart = replace(whole.others[0], shown=others_than([own], [other]))
+    page = render(content(samples=[replace(whole, shown=(own,), others=(apart,))]))
+    cards = page[page.index('<div class="cards"') : page.index('id="more"')]
+    marked = [unescape(each) for each in re.findall(r"<mark>(.*?)</mark>", cards)]
+    assert [each.strip() for each in marked] == ["is", f"{MARKUP} cat", "was", "cat, I think"]
+    assert "<dd>the same</dd>" in cards and MARKUP not in cards
 
 
 def test_of_tokens_there_are_the_first_with_their_losses() -> None:

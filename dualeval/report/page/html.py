@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import bisect
+import difflib
 import hashlib
 import io
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -38,6 +40,7 @@ _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 4000
 # A longer text is folded; its summary has the beginning and the end.
 _FOLDED, _ENDS = 400, 100
+_WORDS = re.compile(r"\S+\s*|\s+")
 # Of a text by its losses: tokens that a card has, and where stronger colours begin, of losses in nats and of
 # their differences.
 _TOKENS, _LOSSES, _DIFFERENCES = 600, (0.5, 1, 2, 4, 8), (0.1, 0.3, 1, 3)
@@ -385,11 +388,19 @@ def _turns(samples: Sequence[SampleShown]) -> list[int]:
 
 def _card(sample: SampleShown, run: str) -> dict[str, Any]:
     """What the template makes a card of."""
+    # Where runs say other things by one name, each has what the others say.
+    own = _said(sample.shown)
+    said = [_said(other.shown) for other in sample.others]
     others = [
-        {"of": other, "shown": [_template_values(each, run, other.run) for each in other.shown]}
+        {"of": other, "shown": [_template_values(each, run, other.run, [own]) for each in other.shown]}
         for other in sample.others
     ]
-    return {"of": sample, "shown": [_template_values(each, run) for each in sample.shown], "others": others}
+    shown = [_template_values(each, run, beside=said) for each in sample.shown]
+    return {"of": sample, "shown": shown, "others": others}
+
+
+def _said(things: Sequence[Shown]) -> dict[str, str]:
+    return {name: text for each in things for name, text in each.table.items()}
 
 
 def _index(sample: SampleShown) -> dict[str, Any]:
@@ -400,8 +411,10 @@ def _index(sample: SampleShown) -> dict[str, Any]:
     return {key: [seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
-def _template_values(shown: Shown, run: str, other: str | None = None) -> dict[str, Any]:
-    """A thing of the page's run, or of the other one's sample."""
+def _template_values(
+    shown: Shown, run: str, other: str | None = None, beside: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any]:
+    """A thing of the page's run, or of the other one's sample; ``beside`` has what is said there by name."""
     if shown.kind == "picture" and shown.picture is not None:
         picture = {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
         if not shown.layers:
@@ -416,7 +429,10 @@ def _template_values(shown: Shown, run: str, other: str | None = None) -> dict[s
         differs, more = bool(shown.beside), len(shown.tokens[_TOKENS:])
         words = f"loss: {run} − {other}" if differs else f"losses of {other or run}"
         return {"kind": "tokens", "tokens": _coloured(shown), "more": more, "differs": differs, "of": words}
-    table = {name: _folded(text) for name, text in shown.table.items()}
+    table = {
+        name: _folded(text, [each[name] for each in beside if name in each])
+        for name, text in shown.table.items()
+    }
     return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
 
 
@@ -459,10 +475,23 @@ def _steps(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str
     return meant
 
 
-def _folded(text: str) -> dict[str, str]:
+def _apart(text: str, others: Sequence[str]) -> list[tuple[str, bool]]:
+    """A text in pieces, and of each whether one of the others has other words there."""
+    words = _WORDS.findall(text)
+    differs = [False] * len(words)
+    for other in others:
+        matcher = difflib.SequenceMatcher(None, words, _WORDS.findall(_start_of(other)), autojunk=False)
+        for kind, first, last, *_ in matcher.get_opcodes():
+            if kind in ("replace", "delete"):
+                differs[first:last] = [True] * (last - first)
+    pairs = groupby(zip(words, differs, strict=True), key=lambda pair: pair[1])
+    return [("".join(word for word, _ in of), is_other) for is_other, of in pairs]
+
+
+def _folded(text: str, others: Sequence[str] = ()) -> dict[str, Any]:
     """A text as a page has room for it, and of a long one what is there while it is folded."""
     summary = f"{text[:_ENDS]} … {text[-_ENDS:]}" if len(text) > _FOLDED else ""
-    return {"summary": summary, "whole": _start_of(text)}
+    return {"summary": summary, "pieces": _apart(_start_of(text), others)}
 
 
 def _marks(
