@@ -323,9 +323,9 @@ def show(
 
 def _open_sample(name: str, run: Path, against: Sequence[Path]) -> None:
     """Write the page with a sample's card, and print its address; on a terminal, a browser opens it."""
-    from dualeval.report.page.html import seen
     from dualeval.report.page.page import content_of, write_page
     from dualeval.report.page.runs import Runs
+    from dualeval.report.page.things import seen
 
     task, problem = _task_of(run)
     content = content_of(Runs.open(run, against), task, problem=problem, sample=name)

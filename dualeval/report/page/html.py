@@ -3,59 +3,43 @@
 from __future__ import annotations
 
 import base64
-import bisect
-import difflib
 import hashlib
-import io
 import json
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from dualeval.messages import counted, printable_lines
+from dualeval.messages import counted
 from dualeval.report.comparison import p_text
 from dualeval.report.page import charts
+from dualeval.report.page.cards import LEVELS, card_of, index_of, marks_of, steps_of, turns_of
 from dualeval.report.page.content import VERSUS
-from dualeval.report.page.things import THUMBNAIL, thumbnail
+from dualeval.report.page.things import seen
 from dualeval.report.table import shown_numbers
 from dualeval.result import TimedStage
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from dualeval.report.page.content import Headline, PageContent, SampleShown
-    from dualeval.report.page.things import Box, Shown
 
 _HERE = Path(__file__).parent
 _LIMIT = 8_000_000  # bytes of a page
-_TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
-_TEXT_LETTERS = 4000
-# A longer text is folded; its summary has the beginning and the end.
-_FOLDED, _ENDS = 400, 100
-_WORDS = re.compile(r"\S+\s*|\s+")
-# Of a text by its losses: tokens that a card has, and where stronger colours begin, of losses in nats and of
-# their differences.
-_TOKENS, _LOSSES, _DIFFERENCES = 600, (0.5, 1, 2, 4, 8), (0.1, 0.3, 1, 3)
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
 # Most rows of a table; most charts of slices (each takes 50 ms).
 _ROWS, _CHARTS = 1000, 8
-_LEVELS = 9  # of the colours of the matrix and of losses
 
 
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
-    turns = _turns(content.samples)
+    turns = turns_of(content.samples)
     cards = [
-        {**_card(sample, content.name), "turn": turn}
+        {**card_of(sample, content.name), "turn": turn}
         for sample, turn in zip(content.samples, turns, strict=True)
     ]
     sections = _sections(content)
@@ -70,7 +54,7 @@ def render_card(content: PageContent, sample: SampleShown) -> str:
     """Make the card of a sample alone, as it would be on the page."""
     template = _environment().get_template("page.html.j2")
     known = template.make_module({"content": content, "breaking": _breaking, "link": _link, "is_page": False})
-    return str(vars(known)["card"](**_card(sample, content.name)))
+    return str(vars(known)["card"](**card_of(sample, content.name)))
 
 
 def policy_of(content: PageContent) -> str:
@@ -103,8 +87,8 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         has_ends=any(each.low is not None for each in content.headlines),
         on_cards=(on_cards := Counter(reason for card in cards for reason in card["of"].reasons)),
         reasons={reason: content.reasons[reason] for reason in on_cards},
-        marks=_marks(content.colours, cards),
-        steps=_steps(cards),
+        marks=marks_of(content.colours, cards),
+        steps=steps_of(cards),
         facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
@@ -114,7 +98,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         link=_link,
         rows=_as_script({**content.rows, "columns": [*map(_column, content.rows["columns"])]}),
         rows_there=_number_of_rows(content),
-        index=_as_script([_index(card["of"]) for card in cards]),
+        index=_as_script([index_of(card["of"]) for card in cards]),
     )
 
 
@@ -287,7 +271,7 @@ def _matrix(content: PageContent) -> list[list[tuple[int, int]]]:
     for target, prediction, count in content.confusion:
         counts[target][prediction] += count
     # A square root: a confusion of 1 % is to be seen.
-    return [[(n, n and max(1, round(_LEVELS * (n / sum(row)) ** 0.5))) for n in row] for row in counts]
+    return [[(n, n and max(1, round(LEVELS * (n / sum(row)) ** 0.5))) for n in row] for row in counts]
 
 
 def _calibration(content: PageContent) -> list[dict[str, Any]]:
@@ -374,192 +358,6 @@ def _seconds(content: PageContent) -> list[dict[str, Any]]:
     return [{"text": content.limited_by, "charts": drawn, "caption": caption, "tables": tables}]
 
 
-# -- samples ---------------------------------------------------------------------------------------
-
-
-def _turns(samples: Sequence[SampleShown]) -> list[int]:
-    """Each sample's position where reasons take turns: cutting the last ones cuts all reasons alike."""
-    by_reason = defaultdict(list)
-    for at, sample in enumerate(samples):
-        by_reason[sample.reasons[:1]].append(at)
-    order = [at for turn in zip_longest(*by_reason.values()) for at in turn if at is not None]
-    return [order.index(at) for at in range(len(samples))]
-
-
-def _card(sample: SampleShown, run: str) -> dict[str, Any]:
-    """What the template makes a card of."""
-    # Where runs say other things by one name, each has what the others say.
-    own = _said(sample.shown)
-    said = [_said(other.shown) for other in sample.others]
-    others = [
-        {"of": other, "shown": [_template_values(each, run, other.run, [own]) for each in other.shown]}
-        for other in sample.others
-    ]
-    shown = [_template_values(each, run, beside=said) for each in sample.shown]
-    return {"of": sample, "shown": shown, "others": others}
-
-
-def _said(things: Sequence[Shown]) -> dict[str, str]:
-    return {name: text for each in things for name, text in each.table.items()}
-
-
-def _index(sample: SampleShown) -> dict[str, Any]:
-    """What the page's filters know of a sample."""
-    values = {"reason": sample.reasons, "target": [sample.target], "prediction": [sample.prediction]}
-    # Facets are strangers' names, and none of them is one of these.
-    values |= {f"facet {seen(facet)}": each for facet, each in sample.facets.items()}
-    return {key: [seen(each) for each in value if each is not None] for key, value in values.items()}
-
-
-def _template_values(
-    shown: Shown, run: str, other: str | None = None, beside: Sequence[Mapping[str, str]] = ()
-) -> dict[str, Any]:
-    """A thing of the page's run, or of the other one's sample; ``beside`` has what is said there by name."""
-    if shown.kind == "picture" and shown.picture is not None:
-        picture = {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
-        if not shown.layers:
-            return picture
-        size = _large(picture["size"])
-        layers = {
-            name: _boxes(layer, size) if isinstance(layer, tuple) else _encoded(layer, "webp", lossless=True)
-            for name, layer in shown.layers.items()
-        }
-        return {**picture, "size": size, "tiny": False, "layers": layers}
-    if shown.kind == "tokens":
-        differs, more = bool(shown.beside), len(shown.tokens[_TOKENS:])
-        words = f"loss: {run} − {other}" if differs else f"losses of {other or run}"
-        return {"kind": "tokens", "tokens": _coloured(shown), "more": more, "differs": differs, "of": words}
-    table = {
-        name: _folded(text, [each[name] for each in beside if name in each])
-        for name, text in shown.table.items()
-    }
-    return {"kind": shown.kind, "text": _folded(shown.text), "table": table}
-
-
-def _coloured(shown: Shown) -> list[tuple[str, str, str, str]]:
-    """Of each token the space before it, its text, a class of CSS, and its loss.
-
-    Where there is another run's, it is by how much the page's run is above it.
-    """
-    tokens = shown.tokens[:_TOKENS]
-    of_tokens = [(_word(text), loss) for text, loss in tokens]
-    if not shown.beside:
-        return [(*words, _level(loss, _LOSSES), f"{loss:.2f}") for words, loss in of_tokens]
-    apart = [(words, own - loss) for (words, loss), own in zip(of_tokens, shown.beside, strict=False)]
-    return [(*words, _level(value, _DIFFERENCES), f"{value:+.2f}") for words, value in apart]
-
-
-def _word(text: str) -> tuple[str, str]:
-    """A token's leading space, which has no colour, and the rest; of space alone it is all the rest."""
-    word = text.lstrip() or text
-    return text.removesuffix(word), word
-
-
-def _level(value: float, steps: Sequence[float]) -> str:
-    """The class of CSS of a number, as it is shown; NaN has the strongest colour."""
-    level = bisect.bisect_right(steps, round(abs(value), 2))
-    # Rounded up: the first step is to be seen, too.
-    return f"{'d' if value < 0 else 'o'}{-(-_LEVELS * level // len(steps))}"
-
-
-def _steps(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What the colours of tokens mean: in words, and a class of CSS and a number for each."""
-    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
-    higher = [(_level(at, _DIFFERENCES), f"≥ +{at}") for at in _DIFFERENCES]
-    lower = [(_level(-at, _DIFFERENCES), f"≤ −{at}") for at in reversed(_DIFFERENCES)]
-    losses = [("o0", f"< {_LOSSES[0]}"), *((_level(at, _LOSSES), f"≥ {at}") for at in _LOSSES)]
-    meant = []
-    for differs, levels in ((False, losses), (True, [*lower, ("o0", "between"), *higher])):
-        if words := dict.fromkeys(each["of"] for each in things if each.get("differs") is differs):
-            meant.append((", ".join(words), levels))
-    return meant
-
-
-def _apart(text: str, others: Sequence[str]) -> list[tuple[str, bool]]:
-    """A text in pieces, and of each whether one of the others has other words there."""
-    words = _WORDS.findall(text)
-    differs = [False] * len(words)
-    for other in others:
-        matcher = difflib.SequenceMatcher(None, words, _WORDS.findall(_start_of(other)), autojunk=False)
-        for kind, first, last, *_ in matcher.get_opcodes():
-            if kind in ("replace", "delete"):
-                differs[first:last] = [True] * (last - first)
-    pairs = groupby(zip(words, differs, strict=True), key=lambda pair: pair[1])
-    return [("".join(word for word, _ in of), is_other) for is_other, of in pairs]
-
-
-def _folded(text: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """A text as a page has room for it, and of a long one what is there while it is folded."""
-    summary = f"{text[:_ENDS]} … {text[-_ENDS:]}" if len(text) > _FOLDED else ""
-    return {"summary": summary, "pieces": _apart(_start_of(text), others)}
-
-
-def _marks(
-    colours: Mapping[str, str], cards: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, str | None, bool]]:
-    """What colours mean: name, colour and whether it is a layer, these first."""
-    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
-    layers = dict.fromkeys(name for each in things for name in each.get("layers", ()))
-    places = {name: place for place, name in enumerate(colours)}
-    others = [(name, colour, False) for name, colour in colours.items() if name not in layers]
-    ordered = sorted(layers, key=lambda name: places.get(name, -1))
-    return [*((name, colours.get(name), True) for name in ordered), *(others if layers else [])]
-
-
-def _start_of(text: str) -> str:
-    return text if len(text) <= _TEXT_LETTERS else f"{text[:_TEXT_LETTERS]} … ({len(text):,} letters)"
-
-
-def _thumbnail(picture: Image.Image) -> dict[str, Any]:
-    """The picture as a data URI, in the size that a card has room for."""
-    is_tiny = max(picture.size) <= _TINY
-    picture = thumbnail(picture)
-    source = _encoded(picture, "png", optimize=True) if is_tiny else _encoded(picture, "webp", quality=80)
-    return {"source": source, "size": picture.size, "tiny": is_tiny, "layers": {}}
-
-
-def _encoded(picture: Image.Image, kind: str, **options: Any) -> str:
-    """A picture as a data URI."""
-    with io.BytesIO() as file:
-        picture.save(file, kind, **options)
-        return _data_uri(kind, file.getvalue())
-
-
-def _data_uri(kind: str, content: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def _large(size: Sequence[int]) -> tuple[int, int]:
-    """The size in which a picture with layers is shown: what is written there can be read."""
-    width, height = (max(1, round(side * THUMBNAIL / max(size))) for side in size)
-    return width, height
-
-
-def _boxes(boxes: Sequence[Box], size: tuple[int, int]) -> str:
-    """Boxes with their texts, as a data URI that lies over a picture of this size."""
-    width, height = size
-    drawn, written = [], []
-    for left, top, right, bottom, colour, text in boxes:
-        x, y, wide, high = left * width, top * height, (right - left) * width, (bottom - top) * height
-        drawn.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" stroke="{colour}"/>'
-        )
-        # Within the picture, whatever the box; a letter is about 6 wide.
-        x, y = max(2, min(x + 2, width - 6 * len(text))), max(9, min(y + 9, height - 3))
-        red, green, blue = bytes.fromhex(colour[1:])
-        ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 140 else "white"
-        at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}" stroke="{colour}"'
-        written.append(f"<text {at}>{escape(seen(text))}</text>" if text else "")
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" preserveAspectRatio="none">'
-        f'<g fill="none" stroke-width="1.5">{"".join(drawn)}</g>'
-        # Behind the letters their outline, in the colour of the box.
-        '<g font-family="sans-serif" font-size="10" stroke-width="4" paint-order="stroke">'
-        f"{''.join(written)}</g></svg>"
-    )
-    return _data_uri("svg+xml", svg.encode("utf-8", "backslashreplace"))
-
-
 # -- the template ----------------------------------------------------------------------------------
 
 
@@ -584,11 +382,6 @@ def _breaking(text: str) -> Markup:
 def _link(sample: str) -> str:
     """What opens a sample large, by an id."""
     return f"#sample={quote(seen(sample))}"
-
-
-def seen(text: str) -> str:
-    """A text of strangers, with what cannot be seen spelled out."""
-    return printable_lines(text.replace("\r\n", "\n"))
 
 
 def _as_script(value: object) -> Markup:

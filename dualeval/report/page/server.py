@@ -22,10 +22,11 @@ from urllib.parse import parse_qs
 from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.content import PageContent, samples_shown
-from dualeval.report.page.html import policy_of, render, render_card, seen
+from dualeval.report.page.html import policy_of, render, render_card
 from dualeval.report.page.page import content_of
 from dualeval.report.page.rows import columns_of
 from dualeval.report.page.runs import Runs
+from dualeval.report.page.things import seen
 
 _LOOPBACK = "127.0.0.1"
 # With any port: `ssh -L` brings the page to another one. A stranger's name that leads here is neither.

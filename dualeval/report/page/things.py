@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dualeval.errors import with_type
+from dualeval.messages import printable_lines
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -158,3 +159,8 @@ def thumbnail(picture: Image.Image) -> Image.Image:
     small = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     return small
+
+
+def seen(text: str) -> str:
+    """A text of strangers, with what cannot be seen spelled out."""
+    return printable_lines(text.replace("\r\n", "\n"))
