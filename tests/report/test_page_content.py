@@ -66,7 +66,8 @@ def page(runs: tuple[Path, Path]) -> PageContent:
 
 
 def page_of(run: Path, task: Any = None, **more: Any) -> PageContent:
-    return build(Runs.open(run, more.pop("against", ())), task, **more)
+    content = build(Runs.open(run, more.pop("against", ())), task, **more)
+    return content if more.get("paths") else without_folders(content)
 
 
 def test_headlines_are_the_result_s(runs: tuple[Path, Path], page: PageContent) -> None:

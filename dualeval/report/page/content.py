@@ -144,9 +144,9 @@ def build(
     """Read what the page of a finished run says; each run that it is compared with is A, and this one is B.
 
     Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
-    types to run it again, and ``notes`` stand beside the result's warnings. Without ``paths`` no folder of
-    this machine is named: a page is sent to others. ``table`` is the page's if it is served, and the
-    ``sample`` of this id has a card before all others.
+    types to run it again, and ``notes`` stand beside the result's warnings. With ``paths`` the provenance has
+    the run's folder. ``table`` is the page's if it is served, and the ``sample`` of this id has a card before
+    all others.
     """
     rows, others = runs.rows, runs.others
     result, folder = rows.result, rows.folder
@@ -157,7 +157,7 @@ def build(
     confusion = next(iter(confusions.values()), None)
     columns, by_class = _classes_beside(classes_of(result, confusions), others)
     model = result.description.get("model", "")
-    content = PageContent(
+    return PageContent(
         name=runs.name,
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
         about=_about(result),
@@ -186,11 +186,6 @@ def build(
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command, paths=paths),
     )
-    if paths:
-        return content
-    from dualeval.report.page.folders import without_folders
-
-    return without_folders(content)
 
 
 def _are_curves(name: str, value: Any) -> bool:

@@ -36,16 +36,20 @@ def check_report(out: object, *, is_main: bool) -> None:
         check_installed()
 
 
-def content_of(runs: Runs, task: Any, *, problem: str = "", **more: Any) -> PageContent:
+def content_of(runs: Runs, task: Any, *, problem: str = "", paths: bool = False, **more: Any) -> PageContent:
     """Read what the page of a finished run says. More: as ``content.build``.
 
-    A ``problem`` says why the task is None, and so what is missing.
+    A ``problem`` says why the task is None, and so what is missing. Without ``paths`` no folder of this
+    machine is named: a page is sent to others.
     """
     from dualeval.options.job import command_of
     from dualeval.report.page.content import build
+    from dualeval.report.page.folders import without_folders
 
     notes = [problem] if problem else []
-    return build(runs, task, command=command_of(runs.rows.result.job), notes=notes, **more)
+    command = command_of(runs.rows.result.job)
+    content = build(runs, task, command=command, notes=notes, paths=paths, **more)
+    return content if paths else without_folders(content)
 
 
 def write_page(content: PageContent, path: Path) -> None:
