@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,19 @@ def test_each_form_has_the_digests_of_the_folder(
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in text
 
 
+def expired_after(count: int, store: ObjectStore) -> Callable[[Handler], bool]:
+    """A fault of a store: its credentials expire after so many requests from now on."""
+    store.forget()
+
+    def expired(handler: Handler) -> bool:
+        if len(store.requests) < count:
+            return False
+        handler.refuse(403, "ExpiredToken")
+        return True
+
+    return expired
+
+
 def test_a_store_that_refuses_ends_the_run_where_samples_may_be_skipped(
     store: ObjectStore, variables: dict[str, str], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,16 +108,8 @@ def test_a_store_that_refuses_ends_the_run_where_samples_may_be_skipped(
     arrow._make.cache_clear()
     images = task_of(Path(f"s3://{SHARDS}"))
 
-    store.forget()
-
-    def expired(handler: Handler) -> bool:
-        """In the midst of the loop."""
-        if len(store.requests) < 40:
-            return False
-        handler.refuse(403, "ExpiredToken")
-        return True
-
-    monkeypatch.setattr(store, "fault", expired)
+    # In the midst of the loop.
+    monkeypatch.setattr(store, "fault", expired_after(40, store))
     with pytest.raises(StoreError, match="credentials have expired"):
         evaluate(images, out, batch_size=4, on_error="skip")
 
@@ -116,15 +121,7 @@ def test_a_store_that_refuses_ends_a_packing_which_goes_on(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     arrow._make.cache_clear()
-    store.forget()
-
-    def expired(handler: Handler) -> bool:
-        if len(store.requests) < 60:
-            return False
-        handler.refuse(403, "ExpiredToken")
-        return True
-
-    monkeypatch.setattr(store, "fault", expired)
+    monkeypatch.setattr(store, "fault", expired_after(60, store))
     with pytest.raises(StoreError, match="credentials have expired"):
         pack_task(task_of(Path("s3://bucket/val")), tmp_path / "a.pack", 0, DataCache())
     monkeypatch.setattr(store, "fault", None)
