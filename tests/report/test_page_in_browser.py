@@ -183,7 +183,23 @@ def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, f
     assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
     link = page.url
     page.keyboard.press("Escape")
+    page.wait_for_function("() => !location.hash")  # the event of closing comes later than the closing
     assert not page.is_visible("#large") and page.url == file.as_uri()
+
+    # A sample that is opened before that event keeps its link.
+    page.evaluate(
+        """async () => {
+          const large = document.querySelector("#large"), image = document.querySelector("#cards .card img");
+          image.click();
+          const closed = new Promise((resolve) => large.addEventListener("close", resolve));
+          large.close();
+          image.click();
+          await closed;
+        }"""
+    )
+    assert page.is_visible("#large") and page.url == link
+    page.keyboard.press("Escape")
+    page.wait_for_function("() => !location.hash")
 
     # A row without a card says what it has; its link is one, too.
     page.fill("#search", "dog/498")

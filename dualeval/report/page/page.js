@@ -344,7 +344,8 @@ on(one("#next"), "click", () => step(1));
 on(one("#close"), "click", () => large.close());
 on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; if (event.key === "ArrowRight") step(1); if (event.key === "ArrowLeft") step(-1); });
 on(large, "click", (event) => { if (event.target === large) large.close(); });
-on(large, "close", () => { if (location.hash.startsWith("#sample=")) history.replaceState(null, "", location.pathname); });
+// The event comes after the view has closed: meanwhile another sample may be open.
+on(large, "close", () => { if (!large.open && location.hash.startsWith("#sample=")) history.replaceState(null, "", location.pathname); });
 on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
 // What somebody has typed, such as "100%.png", may be no encoded text.
 function decoded(text) {
