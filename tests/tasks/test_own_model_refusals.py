@@ -79,7 +79,10 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     ),
     (lambda: wrong(data={"validation": [1]}), r"Give one part of it: data\['validation'\]"),
     (lambda: wrong(data=iter([1])), "no length or no samples by index"),
-    (lambda: wrong(data=Stream()), r"cannot be divided .*\. Keep its samples, data=list\(data\), or index"),
+    (
+        lambda: wrong(data=Stream()),
+        r"cannot be divided .*\. Keep its samples, data=list\(data\); index .*; or loop over .* ids",
+    ),
     (lambda: wrong(data=DataLoader(Stream())), r"a DataLoader, .* Keep its samples"),
     (
         lambda: wrong(data=of_library("webdataset")),

@@ -112,8 +112,9 @@ def _of_stream(data: Any) -> str:
     else:
         of_library = "Samples in a stream cannot be divided among processes or resumed. "
     return (
-        f". {of_library}keep its samples, data=list(data), or index its file in a data set whose __getitem__ "
-        "reads one sample (docs/your-own.md#a-stream)"
+        f". {of_library}keep its samples, data=list(data); index its file in a data set whose __getitem__ "
+        "reads one sample; or loop over the samples' ids yourself, session.batches(ids) "
+        "(docs/your-own.md#a-stream)"
     ).replace(". keep", ". Keep")
 
 
