@@ -38,7 +38,7 @@ from tests.vehicles.harness_tasks import (
 from tests.vehicles.harness_tasks import rows as harness_rows
 
 Made = dict[str, Path]
-DRAWS = 1000
+DRAWS = 100
 
 
 @pytest.fixture(scope="module")
