@@ -23,8 +23,9 @@ HOROVOD_OPTIONS :=
 COMPILE := --no-compile
 
 .PHONY: run test test-long check size format bench bench-peers gpu picture report-demo tables horovod stack system clean
-# Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
-TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+# Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core. One more
+# works while others wait.
+TEST_WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
 .NOTPARALLEL:
 

@@ -261,7 +261,7 @@ def batch(cluster: Cluster, launch: Launch, tmp_path: Path) -> Batch:
             *("sbatch --nodes 2 slurm/eval_horovod.sbatch --out out", "horovod", 2, "out"),
             marks=pytest.mark.needs("horovod"),
         ),
-        ("dualeval submit --nodes 2 -- --out out", "torch", 2, "out"),
+        pytest.param("dualeval submit --nodes 2 -- --out out", "torch", 2, "out", marks=pytest.mark.long),
     ],
 )
 def test_a_batch_job_has_the_digest(

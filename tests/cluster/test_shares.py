@@ -72,10 +72,10 @@ def run_array(batch: Batch, typed: str, *, variables: Mapping[str, str], killed:
 @pytest.mark.parametrize(
     ("count", "batch_size", "slow_s", "hit"),
     [
-        (4, 20, 0.15, [2]),
+        (2, 20, 0.1, [2]),
         pytest.param(100, 4, 1.0, [*range(5, 100, 10)], marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
-    ids=["4 shares", "100 shares"],
+    ids=["2 shares", "100 shares"],
 )
 def test_killed_shares_are_started_again(
     batch: Batch, launch: Launch, count: int, batch_size: int, slow_s: float, hit: Sequence[int]

@@ -46,7 +46,7 @@ def ways(*quick: str, long: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", params)
 
 
-@ways(GLOO, MPIRUN, long=[NPROC, OVER_MPI])
+@ways(GLOO, long=[NPROC, MPIRUN, OVER_MPI])
 def test_bad_input_is_said_once(way: str, launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = launch([*way.split(), "--weights", tmp_path / "none.pt", "--model", "fashion-cnn", "--out", out])
@@ -85,7 +85,7 @@ def with_timeout(process: subprocess.Popen[str], seconds: float) -> bool:
     return True
 
 
-@ways(NPROC, GLOO, MPIRUN, long=[])
+@ways(GLOO, MPIRUN, long=[NPROC])
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher_ends_all(
     way: str, number: signal.Signals, launch: Launch, tmp_path: Path

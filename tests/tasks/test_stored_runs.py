@@ -130,6 +130,7 @@ def test_a_store_that_refuses_ends_a_packing_which_goes_on(
     assert "access denied" not in said
 
 
+@pytest.mark.long
 def test_two_ranks_that_are_killed_go_on_to_the_digest(
     launch: Launch, variables: dict[str, str], of_folder: Result, tmp_path: Path
 ) -> None:

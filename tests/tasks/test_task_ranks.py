@@ -188,8 +188,11 @@ def test_launchers_and_ranks_change_no_bit(
 @pytest.mark.parametrize(
     "name",
     [
-        *("questions", "documents", "losses", "prompts"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("harness", "boxes", "objects")),
+        *("questions", "prompts"),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("documents", "losses", "harness", "boxes", "objects")
+        ),
     ],
 )
 def test_a_killed_run_goes_on_with_more_ranks(

@@ -205,6 +205,7 @@ def test_workers_on_a_cpu(module: Callable[[str], Any], worker: str) -> None:
         assert answer["problems"] == [] and answer["found"]
 
 
+@pytest.mark.long
 def test_throughput_of_1_2_and_4_ranks_on_a_cpu(
     gpu: Any, module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def writing(
         yield process, ranks
 
 
+@pytest.mark.long
 def test_a_signal_while_the_result_is_written_comes_too_late(launch: Launch, tmp_path: Path) -> None:
     """Rank 1, which waits for rank 0, left by itself; and rank 0 broke as it waited for that one."""
     with writing(launch, tmp_path / "out") as (process, ranks):

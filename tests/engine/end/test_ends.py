@@ -40,14 +40,14 @@ def of_ends(ends: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         # The state stayed "running": rank 0 had opened the folder, and nobody was to write there yet.
         ("variables 2 opening error 1 0", [1, 1], "failed"),
         ("variables 1 ledger SIGTERM 0 0", [75], "stopped"),
-        ("variables 1 metrics error 0 0", [1], "failed"),
-        ("variables 1 predictions SIGKILL 0 0", [-9], "failed"),
+        pytest.param("variables 1 metrics error 0 0", [1], "failed", marks=pytest.mark.long),
+        pytest.param("variables 1 predictions SIGKILL 0 0", [-9], "failed", marks=pytest.mark.long),
         # The process ended before the table and the tracker: with 0, and without a word of them.
         ("variables 1 result SIGTERM 0 1.5", [0], "done"),
-        ("variables 1 page error 0 0", [0], "done"),
-        ("variables 1 loggers error 0 0", [0], "done"),
-        ("variables 1 exit SIGINT 0 0", [0], "done"),
-        ("variables 2 ledger SIGINT 1 0", [75, 75], "stopped"),
+        pytest.param("variables 1 page error 0 0", [0], "done", marks=pytest.mark.long),
+        pytest.param("variables 1 loggers error 0 0", [0], "done", marks=pytest.mark.long),
+        pytest.param("variables 1 exit SIGINT 0 0", [0], "done", marks=pytest.mark.long),
+        pytest.param("variables 2 ledger SIGINT 1 0", [75, 75], "stopped", marks=pytest.mark.long),
         # It said "None came while the result was being written".
         ("variables 2 store SIGKILL 1 1.5", [0, -9], "done"),
         ("nproc 2 store SIGTERM 1 0", [0], "done"),
