@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualeval.data.parquet_file import opened_parquet
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 from dualeval.urls import url_of
@@ -182,11 +183,11 @@ def has_picture_column(path: Path) -> bool:
         return (not url_of(path) and is_saved_folder(path)) or _holds(path, is_parquet_name)
     if not path.exists() or not is_parquet_name(path.name):
         return is_pattern
-    import pyarrow.parquet
+    import pyarrow
 
     try:
-        with path.open("rb") as file:
-            schema = pyarrow.parquet.read_schema(file)
+        with opened_parquet(path) as file:
+            schema = file.schema_arrow
     except (OSError, pyarrow.ArrowException):
         return False  # as a manifest it is refused with the reason
     return any(is_picture_type(each.type) for each in schema)

@@ -464,6 +464,18 @@ def test_a_parquet_file_that_changes_is_no_longer_read(store: ObjectStore, tmp_p
             pass
 
 
+def test_a_parquet_table_that_changes_while_it_is_read_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    """Of equal size and columns: its pages are then those of the other one."""
+    for name, labels in ("one", [1, 2]), ("other", [2, 1]):
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "label": labels}), tmp_path / name)
+    store.put("bucket/a.parquet", (tmp_path / "one").read_bytes())
+    path, example = path_at("s3://bucket/a.parquet"), {"text": "a", "label": 1}
+    table = open_table(path, lambda _: ("text", "label"), example, options=AS_USUAL)
+    store.put("bucket/a.parquet", (tmp_path / "other").read_bytes())
+    with pytest.raises(UsageError, match=r"after row \d, cannot be read: s3://bucket/a.parquet has changed"):
+        list(table.rows)
+
+
 def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:
     put_tars(store, fashion(4), tmp_path)
     for at in ("s3://bucket/no.tar", f"{store.endpoint}/bucket/no.tar"):

@@ -12,7 +12,6 @@ import os
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,13 +22,13 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 import pyarrow.ipc
-import pyarrow.parquet
 
 from dualeval.columns.of_data import FurtherColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.contents import what_it_is
 from dualeval.data.image_files import FileNames, check_unchanged, digest_of
 from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
+from dualeval.data.parquet_file import opened_parquet
 from dualeval.data.set_names import PICTURE_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import path_at
@@ -247,13 +246,13 @@ class _ParquetCells(_Cells):
 
     @staticmethod
     def schema(path: Path) -> Any:
-        with _opened(path) as file:
+        with opened_parquet(path) as file:
             return file.schema_arrow
 
     @staticmethod
     def batches(path: Path, picture: str, columns: Sequence[str]) -> Iterator[Any]:
         # One thread: reading processes are forked later, and have none of a pool's.
-        with _opened(path) as file:
+        with opened_parquet(path) as file:
             yield from file.iter_batches(
                 _ROWS_AT_ONCE, columns=[f"{picture}.path", *columns], use_threads=False
             )
@@ -300,13 +299,6 @@ class _ParquetCells(_Cells):
         return hashlib.sha256(_ends_of(file, state, offset, size) + str(row - first).encode()).digest()
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    with ExitStack() as stack:
-        source = stack.enter_context(path.open("rb")) if url_of(path) else path
-        yield stack.enter_context(pyarrow.parquet.ParquetFile(source, pre_buffer=False))
-
-
 @lru_cache(_MAPPED)
 def _in_state(file: str, state: State) -> Path:
     """A file; of one in a store OSError where it is no longer that of the state."""
@@ -319,7 +311,7 @@ def _in_state(file: str, state: State) -> Path:
 @lru_cache(_MAPPED)
 def _groups(file: str, state: State, column: str) -> npt.NDArray[np.int64]:
     """Of each row group its first row, the offset of the pictures, and their size, as stored and as read."""
-    with _opened(_in_state(file, state)) as parquet:
+    with opened_parquet(_in_state(file, state)) as parquet:
         metadata = parquet.metadata
     groups, first = [], 0
     for number in range(metadata.num_row_groups):
@@ -335,7 +327,7 @@ def _groups(file: str, state: State, column: str) -> npt.NDArray[np.int64]:
 @lru_cache(_GROUPS)
 def _row_group(file: str, state: State, number: int, column: str) -> Any:
     """The pictures of a row group; threads that read ahead do not outlive a fork, so there are none."""
-    with _opened(_in_state(file, state)) as parquet:
+    with opened_parquet(_in_state(file, state)) as parquet:
         return parquet.read_row_group(number, [f"{column}.bytes"], use_threads=False).column(0)
 
 

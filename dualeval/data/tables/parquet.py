@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import FurtherColumns
+from dualeval.data.parquet_file import opened_parquet
 from dualeval.data.set_names import is_picture_type
 from dualeval.data.table import Choose, Row, Table, TableOptions, check_once, class_names_in
 from dualeval.errors import UsageError
-from dualeval.urls import url_of
 
 _ROWS_AT_ONCE = 1 << 14
 
@@ -21,13 +21,12 @@ def open_table(
     """Open a file of columns, of which those that are read are."""
     options.refuse_quoting(path)
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path.open("rb") if url_of(path) else path)
+        with opened_parquet(path) as file:
+            schema, types = file.schema_arrow, pyarrow.types
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
-    schema, types = file.schema_arrow, pyarrow.types
     # Pictures, or other bytes.
     pictures = [
         each
@@ -50,7 +49,7 @@ def open_table(
         if types.is_nested(each.type) or each in pictures
     }
     further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
-    rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
+    rows = _parquet_rows(path, (*columns, *further.names), pyarrow.ArrowException)
     return Table(
         path=path,
         unit="row",
@@ -65,19 +64,16 @@ def _not_texts(column: Any, of_texts: str) -> str:
     return f" The column {column.name!r} holds {column.type}, expected texts{of_texts}"
 
 
-def _parquet_rows(
-    path: Path, file: Any, columns: Sequence[str], arrow_error: type[Exception]
-) -> Iterator[Row]:
+def _parquet_rows(path: Path, columns: Sequence[str], arrow_error: type[Exception]) -> Iterator[Row]:
     number = 0
     try:
-        # One thread: reading processes are forked later, and have none of a pool's.
-        for batch in file.iter_batches(
-            _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
-        ):
-            for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-                number += 1
-                yield (number, *values)
+        with opened_parquet(path) as file:
+            # One thread: reading processes are forked later, and have none of a pool's.
+            for batch in file.iter_batches(
+                _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
+            ):
+                for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                    number += 1
+                    yield (number, *values)
     except (OSError, arrow_error) as error:
         raise UsageError(f"{path}, after row {number}, cannot be read: {error}") from error
-    finally:
-        file.close()
