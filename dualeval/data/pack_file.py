@@ -151,7 +151,10 @@ class PackFile:
         if self._state_now() != self._state:
             raise OSError(f"{self.path} has changed since it was opened")
         if len(places) > 1 and (np.diff(places) != 1).any():
-            return [self.read(places[at : at + 1])[0] for at in range(len(places))]
+            return [self._consecutive(place[None])[0] for place in places]
+        return self._consecutive(places)
+
+    def _consecutive(self, places: npt.NDArray[np.int64]) -> Bytes | list[Bytes]:
         rows = self.rows[places[0] : places[-1] + 1]
         first = int(self.rows["end"][places[0] - 1]) if places[0] else _START
         ends = rows["end"] - first

@@ -296,7 +296,9 @@ class _ParquetCells(_Cells):
         file, state, row = self.find(index)
         groups = _groups(file, state, self.column)
         first, offset, size, _ = groups[np.searchsorted(groups[:, 0], row, side="right") - 1].tolist()
-        return hashlib.sha256(_ends_of(file, state, offset, size) + str(row - first).encode()).digest()
+        # Of a store without a request: the state stands for all its bytes.
+        ends = f"{state} {offset} {size}".encode() if url_of(file) else _ends_of(file, state, offset, size)
+        return hashlib.sha256(ends + str(row - first).encode()).digest()
 
 
 @lru_cache(_MAPPED)
@@ -333,8 +335,6 @@ def _row_group(file: str, state: State, number: int, column: str) -> Any:
 
 @lru_cache(_GROUPS)
 def _ends_of(file: str, state: State, offset: int, size: int) -> bytes:
-    if url_of(file):  # without a request: the state stands for all its bytes
-        return f"{state} {offset} {size}".encode()
     with open(file, "rb") as parquet:  # noqa: PTH123 - a text
         return digest_of(
             size, lambda count, at: os.pread(parquet.fileno(), min(count, size), offset + at), whole=False
