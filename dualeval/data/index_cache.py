@@ -59,29 +59,37 @@ class IndexCache:
         """What was kept; None where there is none, or it is damaged or of another state of the file."""
         try:
             with self._path.open("rb") as kept:
-                head, body = json.loads(kept.readline()), kept.read()
-            if head["key"] != self._key or head["sha256"] != hashlib.sha256(body).hexdigest():
-                return None
-            arrays, start = {}, 0
-            for name, kind, count in head["arrays"]:
-                arrays[name] = np.frombuffer(body, np.dtype(kind), count, start)
-                start += arrays[name].nbytes
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+                digest, head, body = kept.readline(), kept.readline(), kept.read()
+        except OSError:
             return None
-        return arrays, head["values"]
+        # Over names and labels as over arrays: what is damaged may be a label that reads well.
+        if digest != _digest(head, body) or (values := json.loads(head))["key"] != self._key:
+            return None
+        arrays, start = {}, 0
+        for name, kind, count in values["arrays"]:
+            arrays[name] = np.frombuffer(body, np.dtype(kind), count, start)
+            start += arrays[name].nbytes
+        return arrays, values["values"]
 
     def keep(self, arrays: Mapping[str, npt.NDArray[Any]], values: Any) -> None:
         """Keep it; where that cannot be written the next run finds it again."""
         body = b"".join(array.tobytes() for array in arrays.values())
-        head = {
+        values = {
             "key": self._key,
-            "sha256": hashlib.sha256(body).hexdigest(),
             "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()],
             "values": values,
         }
+        head = json.dumps(values).encode() + b"\n"
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Not waited for until it is on the disk: one that is torn has another sum.
             partial = self._path.with_suffix(f".{secrets.token_hex(4)}.partial")
-            partial.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            partial.write_bytes(_digest(head, body) + head + body)
             partial.replace(self._path)
+
+
+def _digest(head: bytes, body: bytes) -> bytes:
+    """The first line of a file."""
+    digest = hashlib.sha256(head)
+    digest.update(body)
+    return digest.hexdigest().encode() + b"\n"

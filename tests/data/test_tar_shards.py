@@ -295,17 +295,17 @@ def test_an_index_is_kept_and_made_again_after_a_change(
     assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
     assert again.fingerprint(20) == first.fingerprint(20)
     content = kept.read_bytes()
-    flipped = content[:-1] + bytes([content[-1] ^ 1])
-    for damaged in (
-        flipped,
-        content[:-1],
-        content[:50],
-        b"",
-        content.replace(b'"form": 1', b'"form": 0'),
-        b"\0" * 99,
-    ):
+    # One bit of it, wherever it is: in the sums, in names and labels, in arrays.
+    flipped = [
+        content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        for at in (*range(0, len(content), 29), len(content) - 1)
+    ]
+    relabelled = content.replace(b'"values": [["0", "1"', b'"values": [["1", "0"')
+    assert relabelled != content
+    for damaged in (*flipped, relabelled, content[:-1], content[:50], b"", b"\0" * 99):
         kept.write_bytes(damaged)
-        assert ids(opened(path)) == ids(first)
+        again = opened(path)
+        assert (ids(again), again.targets.tolist()) == (ids(first), first.targets.tolist())
         assert kept.read_bytes() == content
     # Of the same size, too: its time of change, or its ends, say so.
     time = path.stat().st_mtime_ns
