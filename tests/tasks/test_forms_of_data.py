@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.vehicles.assets import build_pictures
 from tests.vehicles.launchers import start
 from tests.vehicles.moto_store import moto_store
 from tests.vehicles.object_store import CREDENTIALS
-from tests.vehicles.packed_pictures import pack
+from tests.vehicles.packed_pictures import as_folder, fashion, pack
 
 STORE = "s3://bucket"
 
@@ -196,3 +197,47 @@ def test_each_form_has_one_digest_on_any_ranks(
                 forms_table.append((kind, form, launcher, size, *(f"`{each[:16]}`" for each in digests)))
                 bits.add(digests)
     assert len(bits) == 1
+
+
+OPENED = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
+
+import dualeval
+
+
+def collate(samples):
+    pixels = [pil_to_tensor(picture).float() for picture, _ in samples]
+    return torch.stack(pixels), torch.tensor([label for _, label in samples])
+
+
+data = [(Image.open(path), int(path.parent.name)) for path in sorted(Path("val").rglob("*.png"))]
+if os.environ.get("RANK") == "0":
+    for picture, _ in data:
+        picture.load()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10)).eval()
+options = {"metrics": ["accuracy"], "batch_size": 2, "out": sys.argv[1]}
+dualeval.evaluate(model=model, data=data, collate=collate, **options)
+"""
+
+
+def test_a_list_of_pictures_that_are_opened_and_not_read_is_one_data_set(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Also where one rank has looked at them: a picture that has been read was another one."""
+    as_folder(fashion(10), tmp_path)
+    (tmp_path / "opened.py").write_text(OPENED)
+    digests = []
+    for size in (1, 2):
+        ranks = start("torchrun", size) if size > 1 else []
+        launch([*ranks, sys.executable, tmp_path / "opened.py", f"of {size}"], cwd=tmp_path).ok()
+        result = json.loads((tmp_path / f"of {size}" / "result.json").read_text())
+        assert (result["world"]["size"], result["samples"]["evaluated"]) == (size, 10)
+        digests.append((result["metrics_digest"], result["samples_digest"]))
+    assert digests[0] == digests[1]
