@@ -21,7 +21,7 @@ SCHEMES: dict[str, str] = {"s3": "arrow", "gs": "arrow", "az": "arrow", "https":
 _OF_STORE = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?=[^/])")
 # Parts of a path that mean nothing on a disk.
 _LEFT_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
-_OWN_HOSTS = ("127.0.0.1", "localhost")
+_OWN_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def url_of(value: object) -> str | None:

@@ -630,7 +630,11 @@ def test_paths_are_not_made_of_addresses_that_they_would_change(store: ObjectSto
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://b/a{0..3}.tar", "gs://b/x y", "az://b/.a/..b", "https://h:1/a", "http://localhost/a"]
+    "url",
+    [
+        *("s3://b/a{0..3}.tar", "gs://b/x y", "az://b/.a/..b"),
+        *("https://h:1/a", "http://localhost/a", "http://[::1]:8000/a{0..3}.tar"),
+    ],
 )
 def test_addresses_survive_paths(url: str) -> None:
     check_url("--data", url)
