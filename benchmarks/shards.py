@@ -78,9 +78,9 @@ def _cpu_s() -> float:
 def bytes_a_sample(images: PackedImages) -> float:
     """Of the arrays and the ids."""
     pieces: Any = images._pieces
-    stored, ends = images._paths.stored_all()
-    arrays = (pieces.places, pieces.lengths, images.targets, ends)
-    return (len(stored) + sum(array.nbytes for array in arrays)) / len(images)
+    names, arrays = images._paths, (pieces.places, pieces.lengths, images.targets)
+    of_names = len(names._bytes) + names._ends.itemsize * len(names._ends)
+    return (of_names + sum(array.nbytes for array in arrays)) / len(images)
 
 
 def measure_index(samples: int) -> tuple[str, dict[str, Any]]:

@@ -91,7 +91,7 @@ class KeptColumns:
                 yield name, f"{held}, of which a model is usually trained with all but one"
 
     def named_otherwise(
-        self, classes: npt.NDArray[np.int64], names: Sequence[str]
+        self, classes: npt.NDArray[np.int32], names: Sequence[str]
     ) -> Iterator[tuple[str, int]]:
         """Each column that names the classes of all rows, another name for each, but not those of ``names``.
 

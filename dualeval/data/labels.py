@@ -15,6 +15,7 @@ from typing import Any
 from dualeval.errors import UsageError
 from dualeval.messages import counted, first_of, nearest
 
+LARGEST_INDEX = 2**31 - 1  # targets, and the columns of classes, are int32
 _NUMBERED = re.compile(r"(\D*)([0-9]+)(\D*)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
 # Of what a message names.
@@ -327,11 +328,11 @@ def _checked_map(pairs: list[tuple[str, Any]]) -> dict[str, int | None]:
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise UsageError(f"{twice!r} is there twice. Leave one out.")
     for folder, index in pairs:
-        if index is not None and (type(index) is not int or index < 0):
+        if index is not None and (type(index) is not int or not 0 <= index <= LARGEST_INDEX):
             turned = " A map of index to folder has to be inverted." * isinstance(index, str | list)
             raise UsageError(
                 f"{folder!r} is mapped to {json.dumps(index, ensure_ascii=False)}: expected the class's "
-                f"index, a whole number from 0, or null to leave the folder out.{turned}"
+                f"index, a whole number from 0 to {LARGEST_INDEX:,}, or null to leave the folder out.{turned}"
             )
     return classes
 

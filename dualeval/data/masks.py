@@ -347,7 +347,7 @@ def open_masked(
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, those that a manifest lists, or a pack's."""
-    targets: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int32]
     common: dict[str, Any] = {"labels": indices_of_classes(), "preprocessing": preprocessing, "cache": cache}
     if (module := module_of_masks(data)) or is_tar(data):
         if masks is not None or any(columns):
@@ -360,7 +360,7 @@ def open_masked(
             packed: Any = import_module(f"dualeval.data.image_sets.{module}")
             return packed.open_masks(data, rule, whole_files=whole_files, **common)  # type: ignore[no-any-return]
         index = cache.once(("masked shards", data.absolute()), lambda: find_masked(data))
-        targets = np.zeros(len(index.names), np.int64)
+        targets = np.zeros(len(index.names), np.int32)
         pictures, of_masks = (
             PackedImages(pieces, data, index.names, targets, whole_files=whole, **common)
             # All bytes of masks, as below.
@@ -389,7 +389,7 @@ def open_masked(
         roots = _folder("--data", data), _folder("--masks", masks)
         of_folders = ("pictures and masks", *(root.absolute() for root in roots))
         pairs = cache.once(of_folders, lambda: _of_folders(*roots))
-    targets = np.zeros(len(pairs.pictures), np.int64)
+    targets = np.zeros(len(pairs.pictures), np.int32)
     masked = MaskedPictures(
         pictures=ImageFiles(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
         # All bytes: other pixels change neither the size nor the ends of a BMP or a TIFF.

@@ -176,7 +176,7 @@ class PackedImages(WithColumns, InPieces):
         pieces: Pieces,
         root: Path,
         names: FileNames,
-        targets: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int32],
         *,
         notes: Sequence[str] = (),
         kept: KeptColumns = NO_COLUMNS,
@@ -230,7 +230,7 @@ class Labelled:
         if not len(self.names):
             raise UsageError(f"--data {of} holds no sample: found no picture with a label.")
         labels, classes = self.labels.decide(label)
-        targets = np.array(classes, np.int64)[self.codes]
+        targets = np.array(classes, np.int32)[self.codes]
         refuse_other_names(of, labels, label.known, targets, self.kept)
         images = self.kind(
             self.pieces,

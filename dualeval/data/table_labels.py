@@ -12,12 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns.of_data import KeptColumns
-from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, imagenet_wnids, indices_of_classes
+from dualeval.data.labels import (
+    LARGEST_INDEX,
+    ClassMap,
+    KnownClasses,
+    Labels,
+    are_wnids,
+    imagenet_wnids,
+    indices_of_classes,
+)
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
 
 LEFT_OUT = -1
-_LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
 _WHOLE = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 _WHOLE_FLOAT = re.compile(r"(0|[1-9][0-9]*)\.0", re.ASCII)
 _BOOLS = {"false": "0", "true": "1"}
@@ -125,7 +132,7 @@ class TableLabels:
         classes = [int(text[:18]) for text in texts]  # one with more digits is too large in any case
         low, high = min(classes), max(classes)
         largest = self._numbers[classes.index(high)]
-        if high > _LARGEST_INDEX:
+        if high > LARGEST_INDEX:
             raise self._no_label(largest, f"{texts[classes.index(high)]}, beyond any index", _AS_NAMES)
         names = [name.casefold() for name in (known.names if known else ())]
         of_data = [name.casefold() for name in self._class_names]
@@ -206,7 +213,7 @@ def _both_lists(known: KnownClasses | None, of_data: Sequence[str]) -> str:
 
 
 def refuse_other_names(
-    of: object, labels: Labels, known: KnownClasses | None, classes: npt.NDArray[np.int64], kept: KeptColumns
+    of: object, labels: Labels, known: KnownClasses | None, classes: npt.NDArray[np.int32], kept: KeptColumns
 ) -> None:
     """Refuse indices beside a column that names their classes, in another order than the model's."""
     if not labels.indices or known is None:

@@ -120,6 +120,10 @@ def test_a_class_map_is_read_from_its_file(tmp_path: Path, mark: str) -> None:
         ("[1, 2]", r"holds \[1, 2\]: expected"),
         ("{}", "holds {}: expected"),
         ('{"cat": 1, "dog": 2, "cat": 3}', ": 'cat' is there twice"),
+        (
+            '{"cat": 4294967296}',
+            "'cat' is mapped to 4294967296: expected the class's index, a whole number from 0 to 2,1",
+        ),
         ('{"cat": "1"}', "'cat' is mapped to \"1\": expected the class's index"),
         ('{"0": "cat"}', "A map of index to folder has to be inverted"),
         ('{"0": ["n01440764", "tench"]}', "the class's index.*A map of index to folder"),

@@ -19,7 +19,8 @@ import torch
 from PIL import Image
 
 import dualeval.tasks
-from dualeval.data import tar_index
+from dualeval.data import image_files, tar_index
+from dualeval.data.image_files import FileNames
 from dualeval.data.image_sets import tar_shards
 from dualeval.data.image_sets.class_folders import ImageFolder
 from dualeval.data.packed import PackedImages
@@ -328,11 +329,22 @@ def test_a_shard_that_changes_is_an_error_of_its_samples(tmp_path: Path) -> None
 
 
 def test_no_more_than_60_bytes_a_sample(tmp_path: Path) -> None:
-    data = opened(pack(tmp_path / "x.tar", samples(0, 100)))
+    """With names of 37 letters, as ImageNet's in folders have."""
+    data = opened(pack(tmp_path / "x.tar", samples(0, 10)))
     pieces: Any = data._pieces
-    arrays = (pieces.places, pieces.lengths, data.targets)
-    names = len("000000.png") + 8
-    assert sum(array.itemsize for array in arrays) + names <= 60
+    arrays = (pieces.places, pieces.lengths, data.targets, data._paths._ends)
+    assert sum(array.itemsize for array in arrays) + len("n01440764/ILSVRC2012_val_00000293.jpg") <= 60
+
+
+def test_more_names_than_four_bytes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_files, "_LARGEST_END", 20)
+    wanted = [f"{number:04}" for number in range(20)]
+    names, others = FileNames(wanted[:4]), FileNames(wanted[4:])
+    stored, ends = others.stored_all()
+    assert others._ends.itemsize == 2 * names._ends.itemsize == 8
+    names.extend(stored, ends)
+    assert [*names] == wanted
+    assert [*names.select([19, 0, 7, 8, 9, 10])] == [wanted[place] for place in (19, 0, 7, 8, 9, 10)]
 
 
 # -- what is refused -------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_a_manifest_of_each_format_reads_as_the_folder(home: Path, suffix: str, 
     folder = ImageFolder(home / "val", SMALL)
     assert [data.id(index) for index in range(3)] == [f"val/{folder.id(index)}" for index in range(3)]
     assert data.targets.tolist() == folder.targets.tolist() == [0, 1, 2]
-    assert data.targets.dtype == np.int64
+    assert data.targets.dtype == np.int32
     for (one, target), (other, same) in zip(
         data.__getitems__(range(3)), folder.__getitems__(range(3)), strict=True
     ):

@@ -67,7 +67,7 @@ class ImageFolder(ImageFiles):
         super().__init__(
             root,
             FileNames(path for name in labels.classes for path in files[name]),
-            np.repeat(np.array([*labels.classes.values()], np.int64), counts),
+            np.repeat(np.array([*labels.classes.values()], np.int32), counts),
             labels=labels,
             preprocessing=preprocessing,
             whole_files=whole_files,

@@ -65,7 +65,7 @@ class ManifestImages(WithColumns, ImageFiles):
                 lambda: _read(_opened(path, path_column, label_column, options)),
             )
         labels, classes = read.labels.decide(label)
-        targets = np.array(classes, np.int64)[np.frombuffer(read.codes, np.int32)]
+        targets = np.array(classes, np.int32)[np.frombuffer(read.codes, np.int32)]
         refuse_other_names(path, labels, label.known, targets, read.kept)
         paths, self.kept = read.paths, read.kept
         if (targets == LEFT_OUT).any():

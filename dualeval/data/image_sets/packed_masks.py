@@ -26,7 +26,7 @@ def open_masks(
     """Open those of a pack, which are prepared like this; the rule is checked when the classes are known."""
     pack = opened(at, "segmentation", whole_files=whole_files)
     common |= {"preprocessing": preprocessing, "whole_files": whole_files}
-    targets = np.zeros(len(pack.rows), np.int64)
+    targets = np.zeros(len(pack.rows), np.int32)
     pictures, masks = (
         PackedPixels(PackPieces.of(pack, file), at, names_of(pack, file), targets, **common)
         for file in (0, 1)

@@ -183,6 +183,6 @@ class _Packing(Reader):
             notes, warnings = data.notes, [*data.warnings, *data.pictures.left_out()]
         else:
             notes, warnings = data.notes(), data.warnings()
-            arrays["codes"] = data.targets.astype(np.int32)
+            arrays["codes"] = data.targets
         said = {"notes": notes, "warnings": warnings}
         return arrays, {"columns": columns, "left_out": dict(kept.left_out), **said}
