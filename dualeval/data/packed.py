@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
+from dualeval.data.cache import DataCache
 from dualeval.data.image_files import (
     PATH_COLUMNS,
     FileNames,
@@ -248,6 +249,23 @@ class Labelled:
         if (targets == LEFT_OUT).all():
             raise UsageError(f"--data {of}: the class map leaves out all labels that samples have.")
         return images.select(np.flatnonzero(targets != LEFT_OUT))
+
+
+def open_once(
+    read: Callable[..., Labelled],
+    at: Path,
+    *chosen: Any,
+    label: Labeler,
+    whole_files: bool,
+    cache: DataCache | None,
+) -> PackedImages:
+    """The pictures at a path, which a run's tasks that chose the same read once.
+
+    What is done to each is decided afterwards (``prepared``).
+    """
+    cache = cache or DataCache()
+    labelled = cache.once((read, at.absolute(), *chosen), lambda: read(at, *chosen))
+    return labelled.images(at, label, whole_files=whole_files, cache=cache)
 
 
 def columns_of(

@@ -24,16 +24,15 @@ import pyarrow.compute
 import pyarrow.ipc
 
 from dualeval.columns.of_data import FurtherColumns
-from dualeval.data.cache import DataCache
 from dualeval.data.contents import what_it_is
 from dualeval.data.image_files import FileNames, check_unchanged, digest_of
-from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, states_of
+from dualeval.data.packed import Labelled, PackedImages, Pieces, State, columns_of, open_once, states_of
 from dualeval.data.parquet_file import opened_parquet
 from dualeval.data.set_names import PICTURE_COLUMNS, is_parquet_name, is_picture_type, is_saved_folder
 from dualeval.data.shards import shards_at
 from dualeval.data.stores.path import path_at
 from dualeval.data.table import class_names_in
-from dualeval.data.table_labels import Labeler, TableLabels
+from dualeval.data.table_labels import TableLabels
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.process.status_line import doing
@@ -49,20 +48,10 @@ _T = TypeVar("_T")
 
 
 def open_images(
-    at: Path,
-    *,
-    label: Labeler,
-    path_column: str | None,
-    label_column: str | None,
-    keep: tuple[str, ...],
-    whole_files: bool,
-    cache: DataCache | None,
+    at: Path, *, path_column: str | None, label_column: str | None, keep: tuple[str, ...], **options: Any
 ) -> PackedImages:
-    """Open those of Parquet or Arrow files; what is done to each is decided afterwards (``prepared``)."""
-    cache = cache or DataCache()
-    chosen = path_column, label_column, keep
-    read = cache.once(("pictures in columns", at.absolute(), *chosen), lambda: _read(at, *chosen))
-    return read.images(at, label, whole_files=whole_files, cache=cache)
+    """Open those of Parquet or Arrow files."""
+    return open_once(_read, at, path_column, label_column, keep, **options)
 
 
 def _read(at: Path, path_column: str | None, label_column: str | None, keep: tuple[str, ...]) -> Labelled:

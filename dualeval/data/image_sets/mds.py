@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 
-from dualeval.data.cache import DataCache
 from dualeval.data.image_files import FileNames, check_unchanged
-from dualeval.data.packed import FilePieces, Labelled, PackedImages, State, columns_of, states_of
-from dualeval.data.table_labels import Labeler, TableLabels
+from dualeval.data.packed import FilePieces, Labelled, PackedImages, State, columns_of, open_once, states_of
+from dualeval.data.table_labels import TableLabels
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
 
@@ -32,19 +31,10 @@ _UNPACKED = 2
 
 
 def open_images(
-    at: Path,
-    *,
-    label: Labeler,
-    path_column: str | None,
-    label_column: str | None,
-    whole_files: bool,
-    cache: DataCache | None,
+    at: Path, *, path_column: str | None, label_column: str | None, **options: Any
 ) -> PackedImages:
-    """Open those of a folder; what is done to each is decided afterwards (``prepared``)."""
-    cache = cache or DataCache()
-    chosen = path_column, label_column
-    read = cache.once(("mds", at.absolute(), *chosen), lambda: _read(at, *chosen))
-    return read.images(at, label, whole_files=whole_files, cache=cache)
+    """Open those of a folder."""
+    return open_once(_read, at, path_column, label_column, **options)
 
 
 def _read(at: Path, path_column: str | None, label_column: str | None) -> Labelled:
@@ -149,8 +139,6 @@ def _places(data: npt.NDArray[np.uint8], shard: Mapping[str, Any]) -> npt.NDArra
     Raises ValueError or IndexError where the bytes are not those of such samples.
     """
     count, sizes = shard["samples"], shard["column_sizes"]
-    if len(data) != shard["raw_data"]["bytes"]:
-        raise ValueError(f"{len(data):,} bytes unpacked, expected {shard['raw_data']['bytes']:,}")
     begins = np.frombuffer(data[4 : 8 + 4 * count].tobytes(), _NUMBER).astype(np.int64)
     are_stored = np.array([size is None for size in sizes])
     heads = begins[:-1, None] + np.arange(4 * are_stored.sum())

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import FurtherColumns
-from dualeval.data.cache import DataCache
 from dualeval.data.image_paths import EXTENSIONS
-from dualeval.data.packed import Labelled, PackedImages
+from dualeval.data.packed import Labelled, PackedImages, open_once
 from dualeval.data.set_names import LABEL_COLUMNS
 from dualeval.data.table import column_of
-from dualeval.data.table_labels import Labeler
 from dualeval.data.tar import CLASS, JSON, Member, TarReader, tars_at
 from dualeval.data.tar_index import Chosen, read_index
 from dualeval.errors import UsageError
@@ -23,20 +21,9 @@ _NAMED_AT_MOST = 12
 _KINDS = (str, int, bool, float, type(None))
 
 
-def open_images(
-    at: Path,
-    *,
-    label: Labeler,
-    label_key: str | None,
-    keep: tuple[str, ...],
-    whole_files: bool,
-    cache: DataCache | None,
-) -> PackedImages:
-    """Open those of tar files; what is done to each is decided afterwards (``prepared``)."""
-    cache = cache or DataCache()
-    chosen = label_key, keep
-    read = cache.once(("tar shards", at.absolute(), *chosen), lambda: _read(at, *chosen))
-    return read.images(at, label, whole_files=whole_files, cache=cache)
+def open_images(at: Path, *, label_key: str | None, keep: tuple[str, ...], **options: Any) -> PackedImages:
+    """Open those of tar files."""
+    return open_once(_read, at, label_key, keep, **options)
 
 
 def _read(at: Path, label_key: str | None, keep: tuple[str, ...]) -> Labelled:
