@@ -28,13 +28,8 @@ def _choose(reader: TarReader, sample: str, parts: Mapping[str, Member]) -> Chos
     if not pictures and not of_masks:
         return None
     # A picture may be a .png, too, where its mask has a name of its own.
-    mask = next((suffix for suffix in of_masks if suffix not in pictures or len(pictures) > 1), None)
+    mask = next((suffix for suffix in of_masks if suffix not in pictures or len(pictures) > 1), "")
     pictures = [suffix for suffix in pictures if suffix != mask]
-    if mask is None or not pictures:
-        missing = (
-            "mask (.png, .mask.png)" if mask is None else f"picture that is read ({' '.join(EXTENSIONS)})"
-        )
-        raise reader.incomplete(sample, " and ".join(parts), missing)
-    if len(pictures) > 1:
-        raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
-    return [parts[pictures[0]], parts[mask]], None, ()
+    missing = "" if mask else "mask (.png, .mask.png)"
+    picture = reader.one_picture(sample, parts, pictures, missing)
+    return [picture, parts[mask]], None, ()

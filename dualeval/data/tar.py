@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePath
@@ -229,11 +229,24 @@ class TarReader:
             "it again."
         )
 
-    def incomplete(self, sample: str, there: str, missing: str) -> UsageError:
+    def one_picture(
+        self, sample: str, parts: Mapping[str, Member], pictures: Sequence[str], missing: str
+    ) -> Member:
+        """The one picture of a sample; ``missing`` names another part that it lacks, "" if it has all."""
+        if missing or not pictures:
+            raise self.incomplete(sample, parts, missing or f"picture that is read ({' '.join(EXTENSIONS)})")
+        if len(pictures) > 1:
+            raise self.refused(
+                parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them"
+            )
+        return parts[pictures[0]]
+
+    def incomplete(self, sample: str, parts: Mapping[str, Member], missing: str) -> UsageError:
         """The error of a sample that lacks a part."""
         return UsageError(
-            f"{self._path}: the sample {sample!r} has {there} and no {missing}. Add it, or leave the sample "
-            "out. The files of a sample lie side by side in a shard, as tar --sort=name packs them."
+            f"{self._path}: the sample {sample!r} has {' and '.join(parts)} and no {missing}. Add it, or "
+            "leave the sample out. The files of a sample lie side by side in a shard, as tar --sort=name "
+            "packs them."
         )
 
     def repeated(self, sample: str) -> UsageError:

@@ -43,14 +43,10 @@ def _labelled(
     pictures = reader.pictures(sample, parts, (part,))
     if not pictures and part not in parts:
         return None
-    if len(pictures) > 1:
-        raise reader.refused(parts[pictures[1]][0], f"is a second picture of {sample!r}", "Keep one of them")
-    if not pictures or part not in parts:
-        missing = f"label ({part})" if pictures else f"picture that is read ({' '.join(EXTENSIONS)})"
-        raise reader.incomplete(sample, " and ".join(parts), missing)
+    picture = reader.one_picture(sample, parts, pictures, "" if part in parts else f"label ({part})")
     values = reader.object(parts[JSON]) if key or (further and JSON in parts) else {}
     label = reader.text(parts[CLASS]).strip() if key is None else _label(reader, parts[JSON], values, key)
-    return [parts[pictures[0]]], label, [values.get(name) for name in further]
+    return [picture], label, [values.get(name) for name in further]
 
 
 def _keys(path: Path, asked: str | None, *, has_columns: bool) -> tuple[str | None, list[str]]:

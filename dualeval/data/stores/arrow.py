@@ -63,7 +63,7 @@ class ArrowStore:
 
     def is_folder(self, url: str) -> bool:
         """By one entry of a list."""
-        return str(_told(url, lambda: _info(url)).type.name) == "Directory"
+        return str(_told(url, lambda: _system(url).get_file_info(_path(url))).type.name) == "Directory"
 
     def entries(self, url: str) -> list[tuple[str, int, int]]:
         """A request for each thousand of them."""
@@ -95,7 +95,7 @@ def _time_of(opened: Any) -> int | None:
 
 
 def _open(url: str) -> Any:
-    return _system(os.getpid(), url).open_input_file(_path(url))
+    return _system(url).open_input_file(_path(url))
 
 
 @lru_cache(_OPEN_FILES)
@@ -108,21 +108,17 @@ def _lock(process: int, url: str) -> threading.Lock:
     return threading.Lock()
 
 
-def _info(url: str) -> Any:
-    return _system(os.getpid(), url).get_file_info(_path(url))
-
-
 def _list(url: str, *, recursive: bool = True) -> list[Any]:
     from pyarrow.fs import FileSelector
 
     wanted = FileSelector(_path(url), recursive=recursive)
-    infos: list[Any] = _system(os.getpid(), url).get_file_info(wanted)
+    infos: list[Any] = _system(url).get_file_info(wanted)
     return infos
 
 
-def _system(process: int, url: str) -> Any:
+def _system(url: str) -> Any:
     scheme, host = urlsplit(url)[:2]
-    return _make(process, scheme, host)
+    return _make(os.getpid(), scheme, host)
 
 
 @lru_cache

@@ -36,9 +36,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 expected = expected or there
                 if not there or there != expected:
                     missing = [suffix for suffix in expected if suffix not in there]
-                    raise reader.incomplete(
-                        key, " and ".join(parts), " and ".join(missing) or f"{TEXT} or {JSON}"
-                    )
+                    raise reader.incomplete(key, parts, " and ".join(missing) or f"{TEXT} or {JSON}")
                 yield _row(reader, key, parts)
 
 
