@@ -44,11 +44,16 @@ class Visit:
         self.said.append(dialog.message)
         dialog.dismiss()
 
-    def texts(self, selector: str) -> list[str]:
-        return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
+    def sees(self, what: Any) -> Any:
+        """What is awaited of a selector or a locator: right behind an action an assertion may be too early."""
+        from playwright.sync_api import expect
 
-    def cards(self) -> list[str]:
-        return self.texts(".card:not([hidden]) .id")
+        expect.set_options(timeout=30_000)
+        return expect(self.page.locator(what) if isinstance(what, str) else what)
+
+    def awaits_address(self, end: str) -> None:
+        """Wait until the address ends so; that of ``page.url`` is known later than the page's."""
+        self.page.wait_for_function("(end) => location.href.endsWith(end)", arg=end)
 
     def end(self) -> None:
         """Nothing was said, and nothing asked for but the file itself and what it holds."""
@@ -66,35 +71,41 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+CARDS = ".card:not([hidden]) .id"
+
+
 def test_filters_and_sorting_choose_the_cards(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
-    assert len(visit.cards()) == 24 and "40 of 40" in page.inner_text("#found")
+    visit.sees(CARDS).to_have_count(24)
+    visit.sees("#found").to_contain_text("40 of 40")
     page.click("#more")
-    assert len(visit.cards()) == 40 and not page.is_visible("#more")
+    visit.sees(CARDS).to_have_count(40)
+    visit.sees("#more").to_be_hidden()
 
     page.select_option("[data-by=reason]", "loss")
-    assert visit.cards() == [f"val/{name}/{at}" for at, name in _samples() if at % 4 == 1]
+    visit.sees(CARDS).to_have_text([f"val/{name}/{at}" for at, name in _samples() if at % 4 == 1])
     page.select_option("[data-by='facet scanner']", "A")  # none of them
-    assert visit.cards() == [] and "0 of 40" in page.inner_text("#found")
+    visit.sees(CARDS).to_have_count(0)
+    visit.sees("#found").to_contain_text("0 of 40")
     page.click("text=Clear")
     page.select_option("#filters [data-by=target]", MARKUP)
     page.select_option("#filters [data-by=prediction]", ESCAPED)
-    assert visit.cards() == [f"val/{MARKUP}/{at}" for at in (0, 5, 10, 20, 25, 30)]
+    visit.sees(CARDS).to_have_text([f"val/{MARKUP}/{at}" for at in (0, 5, 10, 20, 25, 30)])
 
     # From a comparison to the samples.
     page.click("[data-reason='gained:0']")
-    assert {int(each.rpartition("/")[2]) % 4 for each in visit.cards()} == {3}
+    visit.sees(CARDS).to_have_text([f"val/{name}/{at}" for at, name in _samples() if at % 4 == 3])
 
     by_class = page.locator("section:has(#classes) table")
     recalls = by_class.locator("tbody tr td:nth-child(3)")
     by_class.locator("text='recall'").click()
-    assert recalls.all_inner_texts() == ["0.9000", "0.7000", "0.6000", "0.5000", "–"]
+    visit.sees(recalls).to_have_text(["0.9000", "0.7000", "0.6000", "0.5000", "–"])
     by_class.locator("text='recall'").click()
-    assert recalls.all_inner_texts() == ["0.5000", "0.6000", "0.7000", "0.9000", "–"]
-    assert by_class.locator("th[aria-sort=ascending]").inner_text() == "recall"
+    visit.sees(recalls).to_have_text(["0.5000", "0.6000", "0.7000", "0.9000", "–"])
+    visit.sees(by_class.locator("th[aria-sort=ascending]")).to_have_text("recall")
     by_class.locator("text=support").click()
-    assert by_class.locator("tbody th").first.inner_text() == MARKUP
+    visit.sees(by_class.locator("tbody th").first).to_have_text(MARKUP)
     visit.end()
 
 
@@ -102,8 +113,7 @@ def test_figures_lead_to_their_rows(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
     page.fill("#search", "nothing of this")
-    found = "() => document.querySelector('#rows-found').textContent === "
-    page.wait_for_function(f"{found}'nothing found: 0 of 500 samples'")
+    visit.sees("#rows-found").to_have_text("nothing found: 0 of 500 samples")
 
     def lost(at: int) -> bool:
         return at % 2 == 1 and at % 3 % 2 == 0
@@ -121,70 +131,75 @@ def test_figures_lead_to_their_rows(browser: Any, file: Path) -> None:
         ("li:has-text('right in'):has-text('8 samples') a", [flips], lost),
     ):
         page.click(where)
-        page.wait_for_function(f"{found}'{sum(map(bool, map(wanted, range(500))))} of 500 samples'")
+        found = sum(map(bool, map(wanted, range(500))))
+        visit.sees("#rows-found").to_have_text(f"{found} of 500 samples")
         menus = page.locator("#row-filters select").all()
         assert [each.get_attribute("data-by") for each in menus if each.input_value()] == chosen
-        assert page.locator("#rows-table").is_visible() and page.evaluate("scrollY") > 100
+        visit.sees("#rows-table").to_be_visible()
+        page.wait_for_function("() => scrollY > 100")
     assert page.inner_text("li:has-text('Largest fall')").startswith(
         f"Largest fall by class: {MARKUP}, recall -10.00 pp"
     )
     visit.end()
 
 
-def rows(visit: Visit, column: int = 1) -> list[str]:
+def cells(column: int = 1) -> str:
     """A column of the rows in sight."""
-    return visit.texts(f"#rows-table tbody tr:not([aria-hidden]) > :nth-child({column})")
+    return f"#rows-table tbody tr:not([aria-hidden]) > :nth-child({column})"
 
 
 def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
-    assert "500 of 500" in page.inner_text("#rows-found")
-    assert len(rows(visit)) < 60 and rows(visit)[0] == f"val/{MARKUP}/0"
+    found = visit.sees("#rows-found")
+    found.to_contain_text("500 of 500")
+    visit.sees(page.locator(cells()).first).to_have_text(f"val/{MARKUP}/0")
+    assert page.locator(cells()).count() < 60
     # Only what is in sight is there; at the end the last row.
     page.eval_on_selector("#rows-table", "(box) => { box.scrollTop = box.scrollHeight; }")
-    page.wait_for_function("() => document.querySelector('#rows-table tbody').textContent.includes('/499')")
+    visit.sees("#rows-table tbody").to_contain_text("/499")
 
     page.fill("#search", "CAT/12")
-    assert rows(visit) == [f"val/cat/{at}" for at in (12, 122, 127)]
+    visit.sees(cells()).to_have_text([f"val/cat/{at}" for at in (12, 122, 127)])
     page.fill("#search", " right  CAT/12 ")  # words, in any columns
-    assert rows(visit) == ["val/cat/12", "val/cat/122"]
+    visit.sees(cells()).to_have_text(["val/cat/12", "val/cat/122"])
     page.fill("#search", "dog CAT/12")  # the prediction
-    assert rows(visit) == ["val/cat/127"]
+    visit.sees(cells()).to_have_text(["val/cat/127"])
     page.fill("#search", "CAT/12")
     page.locator("#rows-table .by >> text='loss'").click()
-    losses = [float(each) for each in rows(visit, 4)]
-    assert losses == sorted(losses, reverse=True)
+    visit.sees(cells(4)).to_have_text(["444", "199", "14"])
     page.fill("#search", "")
     page.locator("#rows-table .by >> text='loss'").click()
-    assert rows(visit, 4)[:3] == ["0", "1", "2"]
+    for at in range(3):
+        visit.sees(page.locator(cells(4)).nth(at)).to_have_text(str(at))
     page.fill("#row-filters input[type=number] >> nth=0", "490")
-    assert page.inner_text("#rows-found").startswith("10 of 500")  # the one without a number is not there
+    found.to_have_text("10 of 500 samples")  # the one without a number is not there
     page.locator("#row-filters button").click()
-    page.wait_for_function("() => document.querySelector('#rows-found').textContent.startsWith('500')")
+    found.to_have_text("500 of 500 samples")
 
     page.select_option("#row-filters [data-by=right]", label="wrong")
-    assert page.inner_text("#rows-found").startswith("250 of 500")
+    found.to_have_text("250 of 500 samples")
     page.select_option(f"[data-by='flips, {MARKUP}']", label=f"right in {MARKUP}, wrong in net")
     wanted = sum(at % 2 == 1 and at % 3 % 2 == 0 for at in range(500))
-    assert page.inner_text("#rows-found").startswith(f"{wanted} of 500")
+    found.to_have_text(f"{wanted} of 500 samples")
     visit.end()
 
 
 def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
+    shown = visit.sees("#large .id")
     page.locator("#cards .card img").first.click()
-    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
+    shown.to_have_text(f"val/{MARKUP}/0")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#large .id").inner_text() == f"val/{ESCAPED}/1"
+    shown.to_have_text(f"val/{ESCAPED}/1")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")  # none is before the first
-    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
-    link = page.url
+    shown.to_have_text(f"val/{MARKUP}/0")
+    link = page.evaluate("location.href")
     page.keyboard.press("Escape")
-    page.wait_for_function("() => !location.hash")  # the event of closing comes later than the closing
-    assert not page.is_visible("#large") and page.url == file.as_uri()
+    visit.sees("#large").to_be_hidden()
+    visit.awaits_address(file.name)
 
     # A sample that is opened before that event keeps its link.
     page.evaluate(
@@ -197,21 +212,22 @@ def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, f
           await closed;
         }"""
     )
-    assert page.is_visible("#large") and page.url == link
+    visit.sees("#large").to_be_visible()
+    visit.awaits_address(link)
     page.keyboard.press("Escape")
-    page.wait_for_function("() => !location.hash")
+    visit.awaits_address(file.name)
 
     # A row without a card says what it has; its link is one, too.
     page.fill("#search", "dog/498")
     page.locator("#rows-table tbody button").click()
     has = ["val/dog/498", "dog", "right", "426", "right", "dog"]
-    assert page.locator("#large dd").all_inner_texts() == has
-    assert "dualeval show RUN ID --against RUN --html" in page.inner_text("#large .note")
+    visit.sees("#large dd").to_have_text(has)
+    visit.sees("#large .note").to_contain_text("dualeval show RUN ID --against RUN --html")
     page.click("#close")
     page.goto("about:blank")
     page.goto(link)
-    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/0"
-    visit.said.clear()
+    shown.to_have_text(f"val/{MARKUP}/0")
+    assert visit.said == []
     page.context.close()
 
 
@@ -226,23 +242,20 @@ def test_a_link_to_a_sample_that_has_no_card_or_none_says_so_and_leads_nowhere(
         ("none", "no sample of this id"),
     ):
         page.evaluate(f"location.hash = 'sample={name}'")
-        page.wait_for_function(
-            f"() => document.querySelector('#large .note')?.textContent.includes('{said}')"
-        )
+        visit.sees("#large .note").to_contain_text(said)
         for key in ("ArrowRight", "ArrowLeft"):
             page.keyboard.press(key)
-        assert page.url.endswith(f"#sample={name.replace('/', '%2F')}")
-        assert [each.get_attribute("aria-disabled") for each in page.locator("#previous, #next").all()] == [
-            "true"
-        ] * 2
+        visit.awaits_address(f"#sample={name.replace('/', '%2F')}")
+        for step in ("#previous", "#next"):
+            visit.sees(step).to_have_attribute("aria-disabled", "true")
     # The browser's Back closes the view.
     page.go_back()
     page.go_back()
-    page.wait_for_function("() => !document.querySelector('#large').open")
-    assert page.url.endswith("#samples")
+    visit.sees("#large").to_be_hidden()
+    visit.awaits_address("#samples")
     page.locator("#cards .card img").first.click()
-    states = [each.get_attribute("aria-disabled") for each in page.locator("#previous, #next").all()]
-    assert states == ["true", "false"]
+    visit.sees("#previous").to_have_attribute("aria-disabled", "true")
+    visit.sees("#next").to_have_attribute("aria-disabled", "false")
     page.context.close()
 
 
@@ -256,23 +269,24 @@ def test_rows_are_found_by_all_digits_and_letters_and_nan_is_the_worst(browser: 
     (tmp_path / "page.html").write_text(render(content(0, rows={"of": 4, "columns": columns})), "utf-8")
     visit = Visit(browser, f"{(tmp_path / 'page.html').as_uri()}#sample=100%.png")
     page = visit.page
-    assert page.locator("#large dd").all_inner_texts() == ["100%.png", "1", long[0]]
+    visit.sees("#large dd").to_have_text(["100%.png", "1", long[0]])
     page.keyboard.press("Escape")
     for ids in (["b", "100%.png", "d", "c"], ["d", "100%.png", "b", "c"]):
         page.locator("#rows-table .by >> text='loss'").click()
-        assert rows(visit) == ids
-    assert rows(visit, 2) == ["1", "1", "nan", "–"] and rows(visit, 3)[0] == f"{'x' * 60}…"
+        visit.sees(cells()).to_have_text(ids)
+    visit.sees(cells(2)).to_have_text(["1", "1", "nan", "–"])
+    visit.sees(page.locator(cells(3)).first).to_have_text(f"{'x' * 60}…")
     page.fill("#row-filters input[type=number] >> nth=0", "1.00003")
-    assert rows(visit) == ["100%.png", "b"]
+    visit.sees(cells()).to_have_text(["100%.png", "b"])
     page.fill("#search", "dog")
-    assert rows(visit) == ["b"]
+    visit.sees(cells()).to_have_text(["b"])
     visit.end()
 
 
 def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
-    assert visit.texts("#samples ~ .legend label") == ["mask", MARKUP, "cat"]
+    visit.sees("#samples ~ .legend label").to_have_text(["mask", MARKUP, "cat"])
     # What strangers have written makes pictures that can be drawn.
     layers = page.locator("#cards .card:nth-child(5) [data-layer]")
     assert [one.evaluate("(each) => each.naturalWidth > 0") for one in layers.all()] == [True, True]
@@ -281,19 +295,23 @@ def test_layers_are_switched_in_all_pictures_by_the_keyboard(browser: Any, file:
 
     page.focus("#samples ~ .legend input >> nth=1")
     page.keyboard.press("Space")
-    assert plain.is_visible() and not boxes.is_visible()
+    visit.sees(boxes).to_be_hidden()
+    visit.sees(plain).to_be_visible()
     page.focus("#cards .card:nth-child(5) .id a")
     page.keyboard.press("Enter")
-    there = page.locator("#large [data-layer]")
-    there.last.wait_for(state="attached")
-    assert [one.is_visible() for one in there.all()] == [True, False]
+    first, second = (visit.sees(page.locator("#large [data-layer]").nth(at)) for at in range(2))
+    first.to_be_visible()
+    second.to_be_hidden()
     switch = page.locator("#large .legend input >> nth=1")
-    assert not switch.is_checked()
+    visit.sees(switch).not_to_be_checked()
     switch.focus()
     page.keyboard.press("Space")
-    assert [one.is_visible() for one in there.all()] == [True, True]
+    second.to_be_visible()
+    first.to_be_visible()
     page.keyboard.press("Escape")
-    assert boxes.is_visible() and page.is_checked("#samples ~ .legend input >> nth=1")
+    visit.sees("#large").to_be_hidden()
+    visit.sees(boxes).to_be_visible()
+    visit.sees("#samples ~ .legend input >> nth=1").to_be_checked()
     visit.end()
 
 
@@ -314,8 +332,8 @@ def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file
     for _ in range(5):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
-    said = "[document.activeElement.title, getComputedStyle(document.activeElement, '::after').content]"
-    assert page.evaluate(said) == ["0.75", '"0.75"']
+    visit.sees(":focus").to_have_attribute("title", "0.75")
+    assert page.evaluate("getComputedStyle(document.activeElement, '::after').content") == '"0.75"'
     # At the end of a line it ends with its token, within the text; it is in one line.
     placed = page.evaluate(
         """() => [...document.querySelectorAll("#large .tokens span")].slice(0, 47).map((each) => {
@@ -327,12 +345,13 @@ def test_tokens_are_read_by_the_keyboard_and_say_their_losses(browser: Any, file
     )
     assert {(*each,) for each in placed} == {(True, False, "nowrap", True), (False, True, "nowrap", True)}
     # The sample is the same, and its legend is there.
-    assert page.locator("#large .id").inner_text() == f"val/{MARKUP}/5"
-    assert page.locator("#large .steps").first.is_visible()
+    shown, steps = visit.sees("#large .id"), visit.sees(page.locator("#large .steps").first)
+    shown.to_have_text(f"val/{MARKUP}/5")
+    steps.to_be_visible()
     page.focus("#next")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#large .id").inner_text() == f"val/{ESCAPED}/6"
-    assert not page.locator("#large .steps").first.is_visible()
+    shown.to_have_text(f"val/{ESCAPED}/6")
+    steps.to_be_hidden()
     visit.end()
 
 
@@ -354,15 +373,15 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     visit = Visit(browser, file)
     page = visit.page
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.id") == "theme"
+    visit.sees("#theme").to_be_focused()
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     page.focus("[data-by=reason]")
     page.keyboard.press("ArrowDown")
-    assert "10 of 40" in page.inner_text("#found")
+    visit.sees("#found").to_contain_text("10 of 40")
     page.focus("section:has(#classes) .sort >> nth=1")
     page.keyboard.press("Space")
-    assert page.locator("section:has(#classes) th[aria-sort=descending]").inner_text() == "support"
+    visit.sees("section:has(#classes) th[aria-sort=descending]").to_have_text("support")
     visit.end()
 
 
@@ -388,12 +407,13 @@ def test_axe_finds_no_serious_violation_in_either_theme(browser: Any, file: Path
             page.locator("#large .tokens").first.press("ArrowRight")
         assert serious(Axe().run(page, context="#large").response) == []
         page.click("#close")
-    # The other theme by the button, which a reload remembers.
-    colours = [page.evaluate("getComputedStyle(document.body).backgroundColor")]
-    while page.inner_text("#theme") != f"Theme: {'light' if theme == 'dark' else 'dark'}":
+        visit.sees("#large").to_be_hidden()
+    # The other theme by the button.
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    for name in ("light", "dark")[: 1 + (theme == "light")]:
         page.click("#theme")
-    colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len({*colours}) == 2
+        visit.sees("#theme").to_have_text(f"Theme: {name}")
+    visit.sees("body").not_to_have_css("background-color", colour)
     visit.end()
 
 
@@ -422,13 +442,15 @@ def test_a_command_is_copied_and_the_matrix_is_zoomed(browser: Any, file: Path) 
     assert page.evaluate("navigator.clipboard.readText()") == f"dualeval run --data '{MARKUP}'"
     before = page.locator("#matrix tbody td").first.bounding_box()["width"]
     page.locator("#zoom").fill("4")
-    assert page.locator("#matrix tbody td").first.bounding_box()["width"] > 1.5 * before
+    page.wait_for_function(
+        "(before) => document.querySelector('#matrix tbody td').offsetWidth > 1.5 * before", arg=before
+    )
     visit.end()
 
 
 def test_without_scripts_all_cards_are_there(browser: Any, file: Path) -> None:
     visit = Visit(browser, file, java_script_enabled=False)
-    assert len(visit.texts(".card")) == 40
+    visit.sees(".card").to_have_count(40)
     assert all(one.is_visible() for one in visit.page.locator("[data-layer]").all())
     assert visit.page.is_visible(".legend >> nth=0") and not visit.page.is_visible(".legend input >> nth=0")
     assert not visit.page.is_visible("#filters") and not visit.page.is_visible(".copy >> nth=0")

@@ -28,7 +28,7 @@ from dualeval.report.page.server import PageServer, ServedPage
 from tests.comparison.test_comparison import changed, table_of
 from tests.conftest import Launch
 from tests.report.test_page_content import COUNT, EVIL, runs
-from tests.report.test_page_in_browser import Visit, browser, rows
+from tests.report.test_page_in_browser import Visit, browser, cells
 
 __all__ = ["browser", "runs"]  # fixtures
 RUN = ("dualeval", "run", "--limit", "300", "--no-progress")
@@ -202,39 +202,48 @@ def test_a_run_that_has_changed_or_gone_is_named(runs: tuple[Path, Path], tmp_pa
 def test_the_table_in_a_browser_has_all_rows(browser: Any, address: str) -> None:
     visit = Visit(browser, address)
     page = visit.page
-    page.wait_for_selector("#rows-table tbody button")
-    assert page.inner_text("#rows-found").startswith("300 of 300")
+    found, first, shown = map(visit.sees, ("#rows-found", page.locator(cells()).first, "#large .id"))
+    first.to_have_text("t10k-00000")
+    found.to_have_text("300 of 300 samples")
     page.fill("#search", "0012")
-    page.wait_for_function("() => document.querySelector('#rows-found').textContent.startsWith('11 of 300')")
-    page.wait_for_function("() => document.querySelectorAll('#rows-table tbody button').length === 11")
+    found.to_have_text("11 of 300 samples")
+    visit.sees(cells()).to_have_count(11)
     page.locator("#rows-table .by >> text='id'").click()
     page.locator("#rows-table .by >> text='id'").click()
-    page.wait_for_function(
-        "() => document.querySelector('#rows-table tbody button').textContent.endsWith('129')"
-    )
-    assert rows(visit)[:2] == ["t10k-00129", "t10k-00128"]
+    first.to_have_text("t10k-00129")
+    visit.sees(page.locator(cells()).nth(1)).to_have_text("t10k-00128")
 
     # A cell of the matrix has as many rows.
     cell = page.locator("#matrix tbody td:not(:empty)").last
     cell.click()
-    page.wait_for_function(
-        f"() => document.querySelector('#rows-found').textContent.startsWith('{cell.inner_text()} of 300')"
-    )
+    found.to_have_text(f"{cell.inner_text()} of 300 samples")
     page.locator("#row-filters button").click()
     page.fill("#search", "0012")
-    page.wait_for_function(
-        "() => document.querySelector('#rows-table tbody button').textContent.endsWith('129')"
-    )
+    first.to_have_text("t10k-00129")
 
     # A card with its picture, its neighbours, and a link.
     page.locator("#rows-table tbody button").first.click()
-    page.wait_for_selector("#large[open] img")
+    visit.sees("#large img").to_be_visible()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("() => document.querySelector('#large .id').textContent.endsWith('128')")
-    assert page.url.endswith("/#sample=t10k-00128")
+    shown.to_have_text("t10k-00128")
+    visit.awaits_address("/#sample=t10k-00128")
+
+    # Neither a row nor a card that comes after the view was closed opens it again.
+    held: list[Any] = []
+    for late in ("rows", "card"):
+        page.route(f"**/{late}?*", lambda route: held.append(route))
+        with page.expect_request(f"**/{late}?*") as request:
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("Escape")
+        visit.sees("#large").to_be_hidden()
+        held.pop().continue_()
+        page.unroute(f"**/{late}?*")
+        request.value.response().finished()
+        page.locator("#rows-table tbody button").nth(2).click()
+        shown.to_have_text("t10k-00127")
     page.goto("about:blank")
     page.goto(f"{address}#sample=t10k-00299")
-    page.wait_for_function("() => document.querySelector('#large .id')?.textContent.endsWith('299')")
+    shown.to_have_text("t10k-00299")
     assert visit.said == []
     assert all(url.startswith((address, "data:image/", "about:")) for url in visit.asked)
     page.context.close()

@@ -301,9 +301,10 @@ const byId = new Map(cards.map((card) => [card.querySelector(".id").textContent,
 let current = null, place = -1, opened = 0;  // a place among the rows that the table has found; -1 of a card
 const listed = () => cards.filter((card) => !card.hidden).map((card) => card.querySelector(".id").textContent);
 async function show(id, row) {
-  const mine = ++opened;
+  const mine = ++opened, was = large.open;
   const body = byId.has(id) ? byId.get(id).cloneNode(true) : await source.card(row === undefined ? { id } : { row });
-  if (mine !== opened) return;
+  // A later sample may have been answered earlier, and the view closed meanwhile.
+  if (mine !== opened || was !== large.open) return;
   current = id;
   one("#large > div").replaceChildren(body ?? paragraph(`There is no sample of this id in this page: ${id}`));
   one("#large > div").firstChild.hidden = false;
@@ -337,7 +338,7 @@ async function step(by) {
   if (one(by < 0 ? "#previous" : "#next").ariaDisabled === "true") return;
   if (place < 0) { openCard(listed()[listed().indexOf(current) + by]); return; }
   const [row] = await source.rows(place + by, place + by + 1);
-  if (row) openRow(place + by, row);  // none where keys were faster than a server's card
+  if (row && large.open) openRow(place + by, row);  // none where keys were faster than a server's card
 }
 on(one("#previous"), "click", () => step(-1));
 on(one("#next"), "click", () => step(1));
