@@ -70,6 +70,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
         colours={"mask": "#ff0000", MARKUP: "lime", "cat": "blue"},
         rows={
             "of": 20_000,
+            "gaps": [0, *[3] * 499],
             "columns": [
                 {"name": "id", "texts": [f"val/{NAMES[at % 5]}/{at}" for at in range(500)]},
                 {"name": "target", "values": [at % 5 for at in range(500)], "texts": NAMES, "choice": True},
@@ -135,6 +136,7 @@ def sample(number: int, picture: tuple[int, int]) -> SampleShown:
         things[2] = replace(things[1], beside=(3.0,) * len(tokens))
     return SampleShown(
         id=f"val/{target}/{number}",
+        row=3 * number,
         index=number,
         target=target,
         prediction=target if right else NAMES[(number + 1) % 5],

@@ -137,7 +137,8 @@ def values_of(page: PageContent, name: str) -> list[Any]:
 def test_all_rows_of_both_runs_are_in_the_table(runs: tuple[Path, Path], page: PageContent) -> None:
     a, b = map(table_of, runs)
     names = [*EVIL, *map(str, range(3, CLASSES))]
-    assert page.rows["of"] == COUNT and values_of(page, "id") == [*b.id]
+    assert page.rows["of"] == COUNT and values_of(page, "id") == [*b.id] and "gaps" not in page.rows
+    assert [card.id for card in page.samples] == [b.id[card.row] for card in page.samples]
     assert values_of(page, "prediction") == [names[each] for each in b.prediction]
     assert values_of(page, "loss") == pytest.approx([*b.loss], rel=1e-3)
     assert values_of(page, "tokens") == [*b.tokens]
@@ -158,6 +159,7 @@ def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
     assert 50 <= len(kept) <= 100 and page.rows["of"] == COUNT
     assert {*b.sort_values("loss", ascending=False).id[:25]} <= kept
     assert values_of(page, "id") == [each for each in b.id if each in kept]
+    assert [*np.cumsum(page.rows["gaps"])] == [at for at, each in enumerate(b.id) if each in kept]
     monkeypatch.setattr("dualeval.report.page.rows._BYTES", 4000)
     assert len(values_of(page_of(runs[1]), "id")) < 100
 

@@ -45,7 +45,7 @@ class Visit:
         dialog.dismiss()
 
     def sees(self, what: Any) -> Any:
-        """What is awaited of a selector or a locator: right behind an action an assertion may be too early."""
+        """What is awaited of a selector or a locator: right after an action an assertion may be early."""
         from playwright.sync_api import expect
 
         expect.set_options(timeout=30_000)
@@ -257,6 +257,35 @@ def test_a_link_to_a_sample_that_has_no_card_or_none_says_so_and_leads_nowhere(
     visit.sees("#previous").to_have_attribute("aria-disabled", "true")
     visit.sees("#next").to_have_attribute("aria-disabled", "false")
     page.context.close()
+
+
+def test_samples_whose_ids_look_the_same_open_each_its_own_card(browser: Any, tmp_path: Path) -> None:
+    """As of an escape character and of its four letters: the page shows both alike."""
+    ids = ["a", "a", "b", "a"]
+    samples = [
+        replace(each, id=ids[at], row=10 * at, target=f"of {at}", correct=False, others=())
+        for at, each in enumerate(content(count=3).samples)
+    ]
+    columns = [{"name": "id", "texts": ids}, {"name": "target", "texts": ["of 0", "of 1", "of 2", "of 3"]}]
+    rows = {"of": 40, "gaps": [0, 10, 10, 10], "columns": columns}
+    (tmp_path / "page.html").write_text(render(content(samples=samples, rows=rows)), "utf-8")
+    visit = Visit(browser, tmp_path / "page.html")
+    page, target = visit.page, visit.sees("#large dt:text-is('target') + dd")
+    page.locator("#cards .id a").nth(1).click()
+    target.to_have_text("of 1")
+    page.keyboard.press("ArrowRight")
+    target.to_have_text("of 2")
+    page.keyboard.press("ArrowLeft")
+    target.to_have_text("of 1")
+    page.keyboard.press("Escape")
+    page.locator("#cards img").first.click()
+    target.to_have_text("of 0")
+    page.keyboard.press("Escape")
+    for at in range(4):  # the last one has no card
+        page.locator(cells()).nth(at).get_by_role("button").click()
+        target.to_have_text(f"of {at}")
+        page.keyboard.press("Escape")
+    visit.end()
 
 
 def test_rows_are_found_by_all_digits_and_letters_and_nan_is_the_worst(browser: Any, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class SampleShown:
     """One sample's card."""
 
     id: str
+    row: int  # its number in the file
     index: int
     target: str | None
     prediction: str | None
@@ -323,8 +324,10 @@ def samples_shown(runs: Runs, task: Any, chosen: Mapping[int, Sequence[str]]) ->
     samples = runs.rows.samples([*chosen])
     of_others = [_same_samples(other, samples) for other in runs.others.values()]
     return [
-        _sample_shown(runs.rows, sample, tuple(why), task, dict(zip(runs.others, of_sample, strict=True)))
-        for sample, why, *of_sample in zip(samples, chosen.values(), *of_others, strict=True)
+        _sample_shown(
+            runs.rows, place, sample, tuple(why), task, dict(zip(runs.others, of_sample, strict=True))
+        )
+        for sample, (place, why), *of_sample in zip(samples, chosen.items(), *of_others, strict=True)
     ]
 
 
@@ -339,12 +342,18 @@ def _same_samples(other: JudgedRows, samples: Sequence[Sample]) -> list[Sample |
 
 
 def _sample_shown(
-    rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any, others: Mapping[str, Sample | None]
+    rows: JudgedRows,
+    place: int,
+    sample: Sample,
+    reasons: tuple[str, ...],
+    task: Any,
+    others: Mapping[str, Sample | None],
 ) -> SampleShown:
     row = sample.row
     shown = things_of(task, row)
     return SampleShown(
         id=str(row["id"]),
+        row=place,
         index=int(row["index"]),
         target=sample.target,
         prediction=sample.prediction,

@@ -381,7 +381,7 @@ def _breaking(text: str) -> Markup:
 
 def _link(sample: str) -> str:
     """What opens a sample large, by an id."""
-    return f"#sample={quote(seen(sample))}"
+    return f"#sample={quote(seen(sample), safe='')}"
 
 
 def _as_script(value: object) -> Markup:

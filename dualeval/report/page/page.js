@@ -66,7 +66,7 @@ all(".go").forEach((button) => on(button, "click", () => choose(button.dataset.r
 if (cards.length) filter();
 
 // All samples: a table of which only the rows in sight are there. Its rows are in the page, or a server has them.
-const { columns, of, served } = JSON.parse(one("#rows-data").textContent);
+const { columns, of, served, gaps } = JSON.parse(one("#rows-data").textContent);
 // JSON has no such numbers; a NaN is the worst of its column.
 columns.forEach((column) => {
   const numbers = { nan: column.low ? -Infinity : Infinity, inf: Infinity, "-inf": -Infinity };
@@ -83,8 +83,10 @@ const box = one("#rows-table");
 let found = 0, asked = 0, painted = 0;
 
 // `find` keeps and sorts the rows that a query asks for, and says how many; `rows` has some of them, the number of each
-// before its texts; `card` is an element.
+// in the run before its texts; `card` is an element.
 function inPage() {
+  let before = 0;
+  const numbers = Array.from({ length: count }, (_, row) => (gaps ? (before += gaps[row]) : row));
   const valueOf = (column, row) => (column.values ? column.values[row] : row);
   const textOf = (column, row) => {
     const value = valueOf(column, row);
@@ -117,10 +119,10 @@ function inPage() {
     }
     shown.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
   }
-  const rows = (first, last) => shown.slice(first, last).map((row) => [row, ...columns.map((column) => textOf(column, row))]);
+  const rows = (first, last) => shown.slice(first, last).map((row) => [numbers[row], ...columns.map((column) => textOf(column, row))]);
   function card({ row, id }) {
-    row ??= count ? columns[0].texts?.indexOf(id) ?? -1 : -1;
-    return row < 0 ? null : ofRow(columns.map((column) => textOf(column, row)));
+    const at = row === undefined ? columns[0]?.texts.indexOf(id) ?? -1 : numbers.indexOf(row);
+    return at < 0 ? null : ofRow(columns.map((column) => textOf(column, at)));
   }
   return { find, rows, card };
 }
@@ -297,18 +299,22 @@ if (count) {
 
 // A sample by itself: its card, or what its row says; the next and the previous of the list that it is from.
 const large = one("#large");
-const byId = new Map(cards.map((card) => [card.querySelector(".id").textContent, card]));
-let current = null, place = -1, opened = 0;  // a place among the rows that the table has found; -1 of a card
-const listed = () => cards.filter((card) => !card.hidden).map((card) => card.querySelector(".id").textContent);
+const idOf = (card) => card.querySelector(".id").textContent;
+const rowOf = (card) => Number(card.dataset.row);
+// By its row's number in the run: ids may look the same.
+const byRow = new Map(cards.map((card) => [rowOf(card), card]));
+// The row that is shown, and its place among those that the table has found; -1 of a card. The card touched last.
+let current, place = -1, opened = 0, touched;
+const listed = () => cards.filter((card) => !card.hidden).map(rowOf);
 async function show(id, row) {
   const mine = ++opened, was = large.open;
-  const body = byId.has(id) ? byId.get(id).cloneNode(true) : await source.card(row === undefined ? { id } : { row });
+  const body = byRow.get(row)?.cloneNode(true) ?? await source.card(row === undefined ? { id } : { row });
   // A later sample may have been answered earlier, and the view closed meanwhile.
   if (mine !== opened || was !== large.open) return;
-  current = id;
+  current = row;
   one("#large > div").replaceChildren(body ?? paragraph(`There is no sample of this id in this page: ${id}`));
   one("#large > div").firstChild.hidden = false;
-  const [at, of] = place < 0 ? [listed().indexOf(id), listed().length] : [place, found];
+  const [at, of] = place < 0 ? [listed().indexOf(row), listed().length] : [place, found];
   one("#previous").ariaDisabled = at < 1;
   one("#next").ariaDisabled = at < 0 || at + 1 >= of;
   if (!large.open) large.showModal();
@@ -318,9 +324,9 @@ function openRow(at, [row, id]) {
   place = at;
   return show(id, row);
 }
-function openCard(id) {
+function openCard(card, id = idOf(card)) {
   place = -1;
-  return show(id);
+  return show(id, card && rowOf(card));
 }
 const paragraph = (text) => Object.assign(document.createElement("p"), { className: "note", textContent: text });
 function ofRow(values) {
@@ -336,7 +342,7 @@ function ofRow(values) {
 }
 async function step(by) {
   if (one(by < 0 ? "#previous" : "#next").ariaDisabled === "true") return;
-  if (place < 0) { openCard(listed()[listed().indexOf(current) + by]); return; }
+  if (place < 0) { openCard(byRow.get(listed()[listed().indexOf(current) + by])); return; }
   const [row] = await source.rows(place + by, place + by + 1);
   if (row && large.open) openRow(place + by, row);  // none where keys were faster than a server's card
 }
@@ -347,15 +353,17 @@ on(large, "keydown", (event) => { if (event.target.closest(".tokens")) return; i
 on(large, "click", (event) => { if (event.target === large) large.close(); });
 // The event comes after the view has closed: meanwhile another sample may be open.
 on(large, "close", () => { if (!large.open && location.hash.startsWith("#sample=")) history.replaceState(null, "", location.pathname); });
-on(one("#cards"), "click", (event) => { if (event.target.tagName === "IMG") openCard(event.target.closest(".card").querySelector(".id").textContent); });
+on(one("#cards"), "click", ({ target }) => { touched = target.closest(".card"); if (target.tagName === "IMG") openCard(touched); });
 // What somebody has typed, such as "100%.png", may be no encoded text.
 function decoded(text) {
   try { return decodeURIComponent(text); } catch { return text; }
 }
 function open() {
   const match = /^#sample=(.*)$/.exec(location.hash);
-  if (match) openCard(decoded(match[1]));
-  else if (large.open) large.close();
+  if (!match && large.open) large.close();
+  if (!match) return;
+  const id = decoded(match[1]);
+  openCard([touched, ...cards].find((card) => card && idOf(card) === id), id);
 }
 on(window, "hashchange", open);
 open();

@@ -93,7 +93,8 @@ def rows_of(
     A column has a ``name`` and ``values``, numbers or None; those of texts are places in its ``texts``, or
     there are none, and each row has its own text. By a ``choice`` of them rows are chosen. Numbers that JSON
     lacks are "nan", "inf" and "-inf"; a NaN is the lowest of a column that is ``low``, else the highest.
-    ``cut`` says that texts end after so many letters.
+    ``cut`` says that texts end after so many letters; of some of the rows ``gaps`` says how far each one's
+    place in the file is from that of the one before it.
     """
     of = rows.rows.count
     most = MOST
@@ -102,9 +103,12 @@ def rows_of(
         places = np.arange(of) if of <= most else _worst(rows, comparisons, most)
         # Ids are whole: they are links.
         embedded = [each.embedded(places, letters if at else None) for at, each in enumerate(columns)]
-        size = len(json.dumps(embedded, separators=(",", ":")))
+        table = {"of": of, "columns": embedded, **({"cut": letters} if letters else {})}
+        if len(places) < of:
+            table["gaps"] = np.diff(places, prepend=0).tolist()
+        size = len(json.dumps(table, separators=(",", ":")))
         if size <= _BYTES or not len(places):
-            return {"of": of, "columns": embedded, **({"cut": letters} if letters else {})}
+            return table
         if letters is None:
             letters = _LETTERS
             continue
