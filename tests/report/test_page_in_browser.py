@@ -411,6 +411,19 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     page.focus("section:has(#classes) .sort >> nth=1")
     page.keyboard.press("Space")
     visit.sees("section:has(#classes) th[aria-sort=descending]").to_have_text("support")
+
+    # Of the matrix one cell is a stop; the arrow keys end at its edges, and Enter leads to the samples of a cell.
+    page.focus("#zoom")
+    page.keyboard.press("Tab")
+    visit.sees("[aria-label='Confusion matrix']").to_be_focused()
+    page.keyboard.press("Tab")
+    for key in ("ArrowUp", "ArrowLeft", "ArrowDown", "ArrowDown", *["ArrowRight"] * 4, "ArrowLeft"):
+        page.keyboard.press(key)
+    visit.sees("#matrix tr:nth-child(3) td:nth-child(5)").to_be_focused()
+    visit.sees("#matrix [tabindex='0']").to_have_count(1)
+    page.keyboard.press("Enter")
+    visit.sees("#rows-found").to_have_text("50 of 500 samples")
+    visit.sees("#rows-table").to_be_focused()
     visit.end()
 
 

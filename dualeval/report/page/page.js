@@ -238,6 +238,7 @@ function chooseRows(wanted) {
   });
   query.search = one("#search").value = words.join(" ");
   one("#rows").scrollIntoView();
+  box.focus({ preventScroll: true });
 }
 if (count) {
   box.hidden = false;
@@ -395,12 +396,26 @@ on(document, "keydown", (event) => {
 });
 
 // The confusion matrix: its size, and from a cell to its samples.
-on(one("#zoom"), "input", (event) => one("#matrix").style.setProperty("--cell", `${event.target.value}rem`));
-on(one("#matrix"), "click", (event) => {
+const matrix = one("#matrix");
+on(one("#zoom"), "input", (event) => matrix.style.setProperty("--cell", `${event.target.value}rem`));
+on(matrix, "click", (event) => {
   const cell = event.target.closest("tbody td");
   if (!cell?.textContent || !count) return;
   const prediction = all("#matrix thead th")[cell.cellIndex - 1].textContent;
   chooseRows({ target: cell.parentElement.cells[0].textContent, prediction });
+});
+// A grid, as those who hear the page know it: one cell is a stop of Tab, and arrow keys lead to the others.
+if (matrix) [matrix.role, one("#matrix tbody td").tabIndex] = ["grid", 0];
+on(matrix, "keydown", (event) => {
+  const from = event.target, steps = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
+  if (event.key === "Enter") from.click();
+  if (!steps[event.key]) return;
+  const [down, right] = steps[event.key];
+  const to = matrix.rows[from.parentElement.rowIndex + down]?.cells[from.cellIndex + right];
+  event.preventDefault();
+  if (!to?.matches("tbody td")) return;
+  [from.tabIndex, to.tabIndex] = [-1, 0];
+  to.focus();
 });
 
 // Tables: by numbers or by texts, what has no value last.
