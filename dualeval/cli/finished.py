@@ -24,7 +24,6 @@ from dualeval.result import JOB, REPORT, SAMPLE_REPORT, json_text
 
 if TYPE_CHECKING:
     from dualeval.comparison.worst import JudgedRows, Sample
-    from dualeval.report.page.runs import Runs
 
 
 @click.command()
@@ -95,23 +94,28 @@ def report(
         raise UsageError("--serve writes no file, and names folders: leave out --out and --paths.")
     if port is not None and not serve:
         raise UsageError(f"--port {port} is for a page that is served: also give --serve.")
+    if serve:
+        _serve(run, against, port or 0)
+        return
     from dualeval.report.page.page import content_of, write_page
     from dualeval.report.page.runs import Runs
 
     task, problem = _task_of(run)
-    runs = Runs.open(run, against)
-    if serve:
-        _serve(runs, task, problem, port or 0)
-        return
     page = out or run / REPORT
-    write_page(content_of(runs, task, problem=problem, paths=paths), page)
+    write_page(content_of(Runs.open(run, against), task, problem=problem, paths=paths), page)
     click.echo(f"the report is in {page}")
 
 
-def _serve(runs: Runs, task: Any, problem: str, port: int) -> None:
+def _serve(run: Path, against: Sequence[Path], port: int) -> None:
+    from dualeval.report.page.page import check_installed
+
+    check_installed()
+    from dualeval.report.page.runs import Runs
     from dualeval.report.page.server import PageServer, ServedPage
 
-    with PageServer(ServedPage(runs, task, problem=problem), port) as server:
+    with PageServer(port) as server:
+        task, problem = _task_of(run)
+        server.page = ServedPage(Runs.open(run, against), task, problem=problem)
         click.echo(f"the report is at {server.address}\nCtrl-C ends it.")
         # That is how one leaves it: nothing is cut short.
         with suppress(KeyboardInterrupt):

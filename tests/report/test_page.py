@@ -94,7 +94,7 @@ def test_above_the_limit_there_are_fewer_samples_of_each_reason() -> None:
     assert len(render(whole).encode()) > limit
     page = render(whole, limit)
     assert len(page.encode()) <= limit
-    shown = page.count('<article class="card">')
+    shown = page.count('<article class="card"')
     assert 8 < shown < 80
     assert f"{shown} of 80 samples are shown: the page has room for no more." in page
     assert all(f'value="{reason}"' in page for reason in ("mistake", "loss", "lost:0", "gained:0"))

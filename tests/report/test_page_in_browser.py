@@ -412,7 +412,7 @@ def test_the_page_works_by_keyboard_alone(browser: Any, file: Path) -> None:
     page.keyboard.press("Space")
     visit.sees("section:has(#classes) th[aria-sort=descending]").to_have_text("support")
 
-    # Of the matrix one cell is a stop; the arrow keys end at its edges, and Enter leads to the samples of a cell.
+    # Of the matrix one cell is a stop; the arrow keys end at its edges, and Enter chooses its samples.
     page.focus("#zoom")
     page.keyboard.press("Tab")
     visit.sees("[aria-label='Confusion matrix']").to_be_focused()

@@ -94,7 +94,9 @@ def test_the_page_its_rows_and_its_cards_are_there(address: str) -> None:
     assert found["found"] == 300 and found["rows"][0][:2] == [299, "t10k-00299"]
     for which in ("row=7", "id=t10k-00007"):
         card = asked(address, f"card?{which}")[2]
-        assert card.strip().startswith('<article class="card">') and 'src="data:image/png' in card
+        assert (
+            card.strip().startswith('<article class="card" data-row="7">') and 'src="data:image/png' in card
+        )
     assert asked(address, "card?id=none")[2] == asked(address, "card?row=300")[2] == ""
 
 
@@ -184,7 +186,8 @@ def test_rows_are_found_as_in_the_file(runs: tuple[Path, Path]) -> None:
 
 def test_a_run_that_has_changed_or_gone_is_named(runs: tuple[Path, Path], tmp_path: Path) -> None:
     run = changed(runs[1], tmp_path / "run")
-    with PageServer(ServedPage(Runs.open(run), None)) as server:
+    with PageServer() as server:
+        server.page = ServedPage(Runs.open(run), None)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert asked(server.address, "card?row=1")[0] == 200
         write_bytes = (run / "predictions.parquet").read_bytes()
@@ -287,10 +290,10 @@ def test_options_that_do_not_go_together_are_refused(
     assert isinstance(done.exception, UsageError) and said in str(done.exception)
 
 
-def test_a_port_that_is_taken_is_named(runs: tuple[Path, Path]) -> None:
+def test_a_port_that_is_taken_is_named_before_anything_is_read(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = CliRunner().invoke(dualeval, ["report", str(runs[0]), "--serve", "--port", str(port)])
+        done = CliRunner().invoke(dualeval, ["report", str(tmp_path), "--serve", "--port", str(port)])
     assert isinstance(done.exception, UsageError)
     assert f"--port {port} cannot be taken" in str(done.exception)
 

@@ -48,6 +48,7 @@ class ServedPage:
         self.content: PageContent = content_of(
             runs, task, problem=problem, paths=True, table=self._table.head()
         )
+        self.policy = f"{policy_of(self.content)}; frame-ancestors 'none'"
         self._page = render(self.content)
         # One after the other: a task reads its data from one thread.
         self._lock = threading.Lock()
@@ -94,21 +95,23 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 class PageServer(ThreadingTCPServer):
-    """Serves a page on the loopback alone; ``address`` has the token."""
+    """Serves a page on the loopback alone; ``address`` has the token.
 
+    The port is taken before the ``page`` is there, which takes long to read.
+    """
+
+    page: ServedPage
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, page: ServedPage, port: int = 0) -> None:
+    def __init__(self, port: int = 0) -> None:
         try:
             super().__init__((_LOOPBACK, port), _Handler)
         except OSError as error:
             raise UsageError(
                 f"--port {port} cannot be taken ({error.strerror}). Leave it out for any free one."
             ) from error
-        self.page = page
         self.token = secrets.token_urlsafe(24)
-        self.policy = f"{policy_of(page.content)}; frame-ancestors 'none'"
         self.address = f"http://{_LOOPBACK}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -160,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (
             ("Content-Type", f"{kind}; charset=utf-8"),
             ("Content-Length", str(len(content))),
-            ("Content-Security-Policy", self.server.policy),
+            ("Content-Security-Policy", self.server.page.policy),
             ("Cache-Control", "no-store"),
             ("Referrer-Policy", "no-referrer"),
             ("X-Content-Type-Options", "nosniff"),
