@@ -83,6 +83,7 @@ def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any
                     "texts": ["right", "wrong"],
                     "choice": True,
                 },
+                {"name": "wrong pixels of cat", "values": [at * 7 % 500 for at in range(500)], "plain": True},
                 {"name": "prediction", "values": [(at + at % 2) % 5 for at in range(500)], "texts": NAMES}
                 | {"choice": True},
             ],

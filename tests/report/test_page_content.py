@@ -19,6 +19,7 @@ import dualeval
 from dualeval.comparison.worst import JudgedRows
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA
 from dualeval.errors import UsageError
+from dualeval.metrics.segmentation import COUNTS
 from dualeval.report.comparison import shown_difference
 from dualeval.report.page.all_rows import AllRows
 from dualeval.report.page.content import VERSUS, PageContent, _are_curves, build, limited_by
@@ -162,6 +163,29 @@ def test_of_more_rows_than_there_is_room_for_the_worst_are_in_the_table(
     assert [*np.cumsum(page.rows["gaps"])] == [at for at, each in enumerate(b.id) if each in kept]
     monkeypatch.setattr("dualeval.report.page.rows._BYTES", 4000)
     assert len(values_of(page_of(runs[1]), "id")) < 100
+
+
+@pytest.mark.parametrize("classes", [2, 26])
+def test_of_masks_the_table_has_the_wrong_pixels_of_each_class(
+    runs: tuple[Path, Path], tmp_path: Path, classes: int
+) -> None:
+    counts = np.random.default_rng(0).integers(0, 1000, (3, 4, classes))
+    counts[0] = counts.min(0)
+    lists = [pyarrow.array([*of.tolist(), None], pyarrow.list_(pyarrow.int64(), classes)) for of in counts]
+    only = pyarrow.table({"id": [*"vwxyz"], "index": range(5), **dict(zip(COUNTS, lists, strict=True))})
+    fields: Any = {"scores": {}, "labels": {"classes": ["disc"]}}
+    run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
+    page, served = page_of(run), AllRows(columns_of(Runs.open(run))).head()
+    names = [each["name"] for each in page.rows["columns"]]
+    if classes > 25:
+        assert names == ["id"]
+        return
+    assert names == ["id", "wrong pixels of disc", "wrong pixels of 1"]
+    assert all(column["plain"] for table in (page.rows, served) for column in table["columns"][1:])
+    right, target, predicted = counts
+    wrong = (target - right) + (predicted - right)
+    for number, name in enumerate(names[1:]):
+        assert values_of(page, name) == [*wrong[:, number], None]
 
 
 def reasons(page: PageContent) -> set[str]:

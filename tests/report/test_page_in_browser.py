@@ -143,6 +143,19 @@ def test_figures_lead_to_their_rows(browser: Any, file: Path) -> None:
     visit.end()
 
 
+def test_a_class_of_masks_leads_to_the_most_wrong_pixels_of_it(browser: Any, tmp_path: Path) -> None:
+    columns = [each for each in content().rows["columns"] if each["name"] in ("id", "wrong pixels of cat")]
+    (tmp_path / "page.html").write_text(render(content(rows={"of": 500, "columns": columns})), "utf-8")
+    visit = Visit(browser, tmp_path / "page.html")
+    of_classes = visit.page.locator("section:has(#classes) tbody th a")
+    visit.sees(of_classes).to_have_text(["cat"])
+    of_classes.click()
+    visit.sees("#rows-table th[aria-sort=descending]").to_have_text("wrong pixels of cat")
+    visit.sees(visit.page.locator(cells(2)).first).to_have_text("499")
+    visit.sees("#row-filters label").to_have_count(1)  # by it one only sorts
+    visit.end()
+
+
 def cells(column: int = 1) -> str:
     """A column of the rows in sight."""
     return f"#rows-table tbody tr:not([aria-hidden]) > :nth-child({column})"

@@ -39,7 +39,8 @@ class AllRows:
         for column in self._columns:
             texts = column.texts.to_pylist() if column.is_choice else []
             of_texts = {"texts": texts, "choice": column.is_choice}
-            columns.append({"name": column.name, **({} if column.texts is None else of_texts)})
+            of_numbers = {} if column.filters else {"plain": True}
+            columns.append({"name": column.name, **(of_numbers if column.texts is None else of_texts)})
         return {"of": self._count, "columns": columns, "served": True}
 
     def rows(self, query: str, first: int, last: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dualeval.report.comparison import p_text
 from dualeval.report.page import charts
 from dualeval.report.page.cards import LEVELS, card_of, index_of, marks_of, steps_of, turns_of
 from dualeval.report.page.content import VERSUS
+from dualeval.report.page.rows import WRONG_PIXELS
 from dualeval.report.page.things import seen
 from dualeval.report.table import shown_numbers
 from dualeval.result import TimedStage
@@ -165,10 +166,14 @@ def _cell(
 
 
 def _of_class(content: PageContent, name: str, column: str, value: Any) -> Any:
-    """A cell by class: its name leads to its samples, a difference of recall to those that flipped."""
+    """A cell by class: its name leads to its samples, a difference of recall to those that flipped.
+
+    Of masks it leads to those with the most wrong pixels of it.
+    """
     metric, versus, run = column.partition(VERSUS)
     if column == "class":
-        return _cell(name, rows=_rows_with(content, target=name))
+        by_pixels = _rows_with(content, **{f"{WRONG_PIXELS}{name}": None})
+        return _cell(name, rows=_rows_with(content, target=name) or by_pixels)
     if not versus or not isinstance(value, float):
         return value
     rows = _rows_with(content, (run, value < 0), target=name) if metric == "recall" and value else None
@@ -179,16 +184,17 @@ def _points(value: float) -> str:
     return f"{100 * value:+.2f} pp"
 
 
-def _rows_with(content: PageContent, flip: tuple[str, bool] | None = None, **texts: str) -> str | None:
+def _rows_with(content: PageContent, flip: tuple[str, bool] | None = None, **texts: str | None) -> str | None:
     """The choices in the table of all samples, as its script reads them; None where it has no such column.
 
-    ``flip`` is another run's name, and whether it is the one that is right.
+    ``flip`` is another run's name, and whether it is the one that is right. By a column of None it is sorted.
     """
     names = {each["name"] for each in content.rows["columns"]} if _number_of_rows(content) else {*()}
     if not names >= {*texts} | ({"right", f"right in {flip[0]}"} if flip else {*()}):
         return None
     flips = {f"flips, {seen(flip[0])}": "right" if flip[1] else "wrong"} if flip else {}
-    return json.dumps({**{name: seen(text) for name, text in texts.items()}, **flips})
+    shown = {seen(name): None if text is None else seen(text) for name, text in texts.items()}
+    return json.dumps({**shown, **flips})
 
 
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:

@@ -225,13 +225,22 @@ function field(label, control) {
   element.append(`${label} `, control);
   one("#row-filters button").before(element);
 }
-// By names of filters their choices; one that is no menu, as of many classes, is searched for.
+// The table by a column, upwards or downwards.
+function sortRows(at, way) {
+  query.sorted = [at, way];
+  all("#rows-table thead th").forEach((each, place) => each.setAttribute("aria-sort", place !== at ? "none" : way > 0 ? "ascending" : "descending"));
+  select();
+}
+// By names of filters their choices; one that is no menu, as of many classes, is searched for; by a column of null it is
+// sorted.
 function chooseRows(wanted) {
   const words = [];
   one("#row-filters").reset();
   Object.entries(wanted).forEach(([name, text]) => {
+    const at = columns.findIndex((column) => column.name === name);
+    if (text === null) { sortRows(at, -1); return; }
     const control = all("#row-filters select").find((each) => each.dataset.by === name);
-    const place = columns.find((column) => column.name === name)?.texts?.indexOf(text) ?? text;
+    const place = columns[at]?.texts?.indexOf(text) ?? text;
     if (!control || place < 0) { words.push(text); return; }
     control.value = place;
     control.dispatchEvent(new Event("change"));
@@ -252,19 +261,13 @@ if (count) {
     button.type = "button";
     button.className = "by";
     button.textContent = column.name;
-    on(button, "click", () => {
-      const way = query.sorted[0] === at ? -query.sorted[1] : column.texts ? 1 : -1;
-      query.sorted = [at, way];
-      all("#rows-table thead th").forEach((each) => each.setAttribute("aria-sort", "none"));
-      heading.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
-      select();
-    });
+    on(button, "click", () => sortRows(at, query.sorted[0] === at ? -query.sorted[1] : column.texts ? 1 : -1));
     one("#rows-table thead tr").append(heading);
     if (column.choice) {
       const control = newSelect(column.texts.map((text, place) => [begun(text), place]));
       on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
       field(column.name, control);
-    } else if (!column.texts) {
+    } else if (!column.texts && !column.plain) {
       ["from", "to"].forEach((end, sign) => {
         const control = document.createElement("input");
         control.type = "number";

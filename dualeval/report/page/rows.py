@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.worst import CONFIDENCE, PREDICTION, TARGET, JudgedRows
+from dualeval.metrics.segmentation import COUNTS
 
 if TYPE_CHECKING:
     from dualeval.comparison.compared import Comparison
@@ -21,6 +22,10 @@ MOST = 100_000
 _BYTES = 4_500_000
 # Of a column with more different texts one is searched for, not chosen.
 _CHOICES = 300
+# Of masks with more classes the table has no column for each.
+_MASK_CLASSES = 25
+# Behind it a class is named.
+WRONG_PIXELS = "wrong pixels of "
 # Of a text, where a page has no room for all of it, or one answer of a server.
 _LETTERS, _SERVED_LETTERS = 60, 1000
 
@@ -36,6 +41,8 @@ class Column:
     texts: Any = None
     # Of numbers, those that are NaN: in `values` they are infinite, on the side of the worst.
     nans: npt.NDArray[np.bool_] | None = None
+    # Of numbers, whether the page filters by them: by one of many it only sorts.
+    filters: bool = True
 
     @property
     def is_choice(self) -> bool:
@@ -54,7 +61,8 @@ class Column:
         """These rows as they are in a page, with the texts that they need; of each the first ``letters``."""
         if self.texts is None:
             is_low = self.nans is not None and bool((self.values[self.nans] < 0).any())
-            return {"name": self.name, "values": self.some(places), **({"low": True} if is_low else {})}
+            more = {**({"low": True} if is_low else {}), **({} if self.filters else {"plain": True})}
+            return {"name": self.name, "values": self.some(places), **more}
         used, of_rows = np.unique(self.values[places], return_inverse=True)
         has_none = int(len(used) > 0 and used[0] < 0)
         texts = [_begun(each, letters) for each in self.texts.take(used[has_none:]).to_pylist()]
@@ -73,6 +81,7 @@ def columns_of(runs: Runs) -> list[Column]:
     for name in rows.further:
         if (column := _of_file(rows, name)) is not None:
             columns.append(column)
+    columns += _wrong_pixels(rows)
     for run, other in runs.others.items():
         there = other.places_of(columns[0].texts)
         for column in _judged(other):
@@ -94,7 +103,7 @@ def rows_of(
     there are none, and each row has its own text. By a ``choice`` of them rows are chosen. Numbers that JSON
     lacks are "nan", "inf" and "-inf"; a NaN is the lowest of a column that is ``low``, else the highest.
     ``cut`` says that texts end after so many letters; of some of the rows ``gaps`` says how far each one's
-    place in the file is from that of the one before it.
+    place in the file is from that of the one before it. By a ``plain`` column rows are only sorted.
     """
     of = rows.rows.count
     most = MOST
@@ -146,6 +155,23 @@ def _named(rows: JudgedRows, name: str, values: npt.NDArray[np.float64]) -> Colu
     of_rows = np.full(len(values), -1, np.int32)
     of_rows[there] = places
     return _of_texts(name, [known.get(int(each), str(int(each))) for each in used], of_rows)
+
+
+def _wrong_pixels(rows: JudgedRows) -> Iterator[Column]:
+    """Of masks by class: how many pixels are of it or predicted as it, and not both."""
+    import pyarrow.compute
+
+    if not {*COUNTS} <= {*rows.rows.names} - {*rows.data_names}:
+        return
+    counts = [rows.rows.whole(name) for name in COUNTS]
+    [classes, *others] = {getattr(each.type, "list_size", 0) for each in counts}
+    for number in range(classes if not others and classes <= _MASK_CLASSES else 0):
+        right, target, predicted = (
+            np.asarray(pyarrow.compute.list_element(each, number).cast("float64")) for each in counts
+        )
+        name = dict(enumerate(rows.class_names)).get(number)
+        name = str(number) if name is None else name
+        yield Column(name=f"{WRONG_PIXELS}{name}", values=target + predicted - 2 * right, filters=False)
 
 
 def _of_file(rows: JudgedRows, name: str) -> Column | None:
