@@ -207,7 +207,7 @@ def _boxes(boxes: Sequence[Box], size: tuple[int, int]) -> str:
         at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}" stroke="{colour}"'
         written.append(f"<text {at}>{escape(seen(text))}</text>" if text else "")
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" preserveAspectRatio="none">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
         f'<g fill="none" stroke-width="1.5">{"".join(drawn)}</g>'
         # Behind the letters their outline, in the colour of the box.
         '<g font-family="sans-serif" font-size="10" stroke-width="4" paint-order="stroke">'
