@@ -179,10 +179,10 @@ def test_all_rows_are_searched_filtered_and_sorted(browser: Any, file: Path) -> 
     page.fill("#search", "dog CAT/12")  # the prediction
     visit.sees(cells()).to_have_text(["val/cat/127"])
     page.fill("#search", "CAT/12")
-    page.locator("#rows-table .by >> text='loss'").click()
+    page.locator("#rows-table thead >> text='loss'").click()
     visit.sees(cells(4)).to_have_text(["444", "199", "14"])
     page.fill("#search", "")
-    page.locator("#rows-table .by >> text='loss'").click()
+    page.locator("#rows-table thead >> text='loss'").click()
     for at in range(3):
         visit.sees(page.locator(cells(4)).nth(at)).to_have_text(str(at))
     page.fill("#row-filters input[type=number] >> nth=0", "490")
@@ -233,7 +233,7 @@ def test_a_sample_opens_alone_with_its_neighbours_and_has_a_link(browser: Any, f
     # A row without a card says what it has; its link is one, too.
     page.fill("#search", "dog/498")
     page.locator("#rows-table tbody button").click()
-    has = ["val/dog/498", "dog", "right", "426", "right", "dog"]
+    has = ["val/dog/498", "dog", "right", "426", "right", "486", "dog"]
     visit.sees("#large dd").to_have_text(has)
     visit.sees("#large .note").to_contain_text("dualeval show RUN ID --against RUN --html")
     page.click("#close")
@@ -314,7 +314,7 @@ def test_rows_are_found_by_all_digits_and_letters_and_nan_is_the_worst(browser: 
     visit.sees("#large dd").to_have_text(["100%.png", "1", long[0]])
     page.keyboard.press("Escape")
     for ids in (["b", "100%.png", "d", "c"], ["d", "100%.png", "b", "c"]):
-        page.locator("#rows-table .by >> text='loss'").click()
+        page.locator("#rows-table thead >> text='loss'").click()
         visit.sees(cells()).to_have_text(ids)
     visit.sees(cells(2)).to_have_text(["1", "1", "nan", "–"])
     visit.sees(page.locator(cells(3)).first).to_have_text(f"{'x' * 60}…")
@@ -486,8 +486,8 @@ def test_the_page_is_no_wider_than_its_window(browser: Any, file: Path, width: i
         picture, other = (card.locator(each).first.bounding_box() for each in ("img", ".other"))
         assert other["y"] >= picture["y"] + picture["height"]
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
-    # Alone, what is said of a picture is beside it where there is room, and the whole picture is in sight: one
-    # with layers, and one of a few pixels.
+    # Alone, what is said of a picture is beside it where there is room, and all of the picture is in sight:
+    # of one with layers, and of one of a few pixels.
     for at in (5, 9):
         visit.page.locator(f"#cards .card:nth-child({at}) .id a").click()
         visit.sees("#large").to_be_visible()

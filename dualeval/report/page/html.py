@@ -87,10 +87,8 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         ],
         has_ends=any(each.low is not None for each in content.headlines),
         on_cards=(on_cards := Counter(reason for card in cards for reason in card["of"].reasons)),
-        reasons={reason: content.reasons[reason] for reason in on_cards},
         marks=marks_of(content.colours, cards),
         steps=steps_of(cards),
-        facets=[*dict.fromkeys(facet for card in cards for facet in card["of"].facets)],
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
         script=Markup(script),
@@ -99,7 +97,12 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         link=_link,
         rows=_as_script({**content.rows, "columns": [*map(_column, content.rows["columns"])]}),
         rows_there=_number_of_rows(content),
-        index=_as_script([index_of(card["of"]) for card in cards]),
+        index=_as_script(
+            {
+                "reasons": {reason: seen(content.reasons[reason]) for reason in on_cards},
+                "samples": [index_of(card["of"]) for card in cards],
+            }
+        ),
     )
 
 

@@ -22,29 +22,32 @@ on(one("#theme"), "click", () => {
 
 // Samples: some at a time, those that fit all filters.
 const STEP = 24;
-const index = JSON.parse(one("#index").textContent);
+const { reasons, samples } = JSON.parse(one("#index").textContent);
 const cards = all("#cards > .card");
-const filters = new Map(all("#filters select").map((select) => [select.dataset.by, select]));
+const filters = new Map();
 let most = STEP;
 const counted = (found, of, what) => `${found ? found.toLocaleString("en") : "nothing found: 0"} of ${of.toLocaleString("en")} ${what}`;
 function filter() {
   let found = 0;
   cards.forEach((card, at) => {
-    const fits = ([name, { value }]) => !value || index[at][name]?.includes(value);
+    const fits = ([name, { value }]) => !value || samples[at][name]?.includes(value);
     card.hidden = ![...filters].every(fits) || ++found > most;
   });
   one("#found").textContent = counted(found, cards.length, "cards");
   one("#more").hidden = found <= most;
 }
-// Choices: texts with their values, by their texts.
-function offer(select, pairs) {
-  pairs.sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true })).forEach((pair) => select.add(new Option(...pair)));
-}
+// A menu of texts with their values.
 function newSelect(pairs) {
   const select = document.createElement("select");
-  select.add(new Option("all", ""));
-  offer(select, pairs);
+  [["all", ""], ...pairs].forEach((pair) => select.add(new Option(...pair)));
   return select;
+}
+const byText = ([a], [b]) => a.localeCompare(b, "en", { numeric: true });
+function field(form, label, control, name = label) {
+  control.dataset.by = name;
+  const element = document.createElement("label");
+  element.append(`${label} `, control);
+  one(`${form} button`).before(element);
 }
 function choose(reason) {
   filters.forEach((select, name) => { select.value = name === "reason" ? reason : ""; });
@@ -52,12 +55,13 @@ function choose(reason) {
   filter();
   one("#samples").scrollIntoView();
 }
-filters.forEach((select, name) => {
-  if (name === "reason") return;
-  const found = [...new Set(index.flatMap((sample) => sample[name] ?? []))];
-  offer(select, found.map((each) => [each, each]));
+new Set(samples.flatMap(Object.keys)).forEach((name) => {
+  const found = [...new Set(samples.flatMap((sample) => sample[name] ?? []))];
   // What all have is no choice, nor is what none has.
-  select.parentElement.hidden = found.length < 2 && index.every((sample) => !found.length || sample[name]?.includes(found[0]));
+  if (found.length < 2 && samples.every((sample) => !found.length || sample[name]?.includes(found[0]))) return;
+  const pairs = found.map((each) => [name === "reason" ? reasons[each] : each, each]);
+  filters.set(name, newSelect(name === "reason" ? pairs : pairs.sort(byText)));
+  field("#filters", { reason: "Why", target: "Target", prediction: "Prediction" }[name] ?? name.slice(6), filters.get(name), name);
 });
 on(one("#filters"), "change", () => { most = STEP; filter(); });
 on(one("#filters"), "reset", (event) => { event.preventDefault(); choose(""); });
@@ -219,12 +223,6 @@ function test(name, ...tests) {
   query.tests[name] = tests;
   select();
 }
-function field(label, control) {
-  control.dataset.by = label;
-  const element = document.createElement("label");
-  element.append(`${label} `, control);
-  one("#row-filters button").before(element);
-}
 // The table by a column, upwards or downwards.
 function sortRows(at, way) {
   query.sorted = [at, way];
@@ -259,14 +257,13 @@ if (count) {
     if (column.texts) heading.className = "text";
     const button = heading.appendChild(document.createElement("button"));
     button.type = "button";
-    button.className = "by";
     button.textContent = column.name;
     on(button, "click", () => sortRows(at, query.sorted[0] === at ? -query.sorted[1] : column.texts ? 1 : -1));
     one("#rows-table thead tr").append(heading);
     if (column.choice) {
-      const control = newSelect(column.texts.map((text, place) => [begun(text), place]));
+      const control = newSelect(column.texts.map((text, place) => [begun(text), place]).sort(byText));
       on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
-      field(column.name, control);
+      field("#row-filters", column.name, control);
     } else if (!column.texts && !column.plain) {
       ["from", "to"].forEach((end, sign) => {
         const control = document.createElement("input");
@@ -276,7 +273,7 @@ if (count) {
           const bound = Number(control.value);
           test(`${at} ${end}`, ...(control.value === "" ? [] : [[at, sign ? null : bound, sign ? bound : null]]));
         });
-        field(`${column.name} ${end}`, control);
+        field("#row-filters", `${column.name} ${end}`, control);
       });
     }
   });
@@ -290,7 +287,7 @@ if (count) {
       const is = (place, text) => { const value = columns[place].texts.indexOf(text); return [place, value, value]; };
       test(`flip ${at}`, ...(control.value ? [is(at, control.value), is(own, { right: "wrong", wrong: "right" }[control.value])] : []));
     });
-    field(`flips, ${other}`, control);
+    field("#row-filters", `flips, ${other}`, control);
   });
   on(one("#search"), "input", (event) => { query.search = event.target.value; select(); });
   on(one("#row-filters"), "reset", () => { Object.assign(query, { search: "", tests: {} }); setTimeout(select); });
@@ -410,10 +407,10 @@ on(matrix, "click", (event) => {
 // A grid, as those who hear the page know it: one cell is a stop of Tab, and arrow keys lead to the others.
 if (matrix) [matrix.role, one("#matrix tbody td").tabIndex] = ["grid", 0];
 on(matrix, "keydown", (event) => {
-  const from = event.target, steps = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
+  const from = event.target, ways = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
   if (event.key === "Enter") from.click();
-  if (!steps[event.key]) return;
-  const [down, right] = steps[event.key];
+  if (!ways[event.key]) return;
+  const [down, right] = ways[event.key];
   const to = matrix.rows[from.parentElement.rowIndex + down]?.cells[from.cellIndex + right];
   event.preventDefault();
   if (!to?.matches("tbody td")) return;
