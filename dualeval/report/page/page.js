@@ -2,6 +2,11 @@
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const one = (selector) => document.querySelector(selector);
 const on = (element, event, act) => element?.addEventListener(event, act);
+function made(tag, properties = {}, ...within) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...within);
+  return element;
+}
 
 // What needs this script is hidden without it.
 all("[hidden]").forEach((element) => { element.hidden = element.id === "more"; });
@@ -37,17 +42,11 @@ function filter() {
   one("#more").hidden = found <= most;
 }
 // A menu of texts with their values.
-function newSelect(pairs) {
-  const select = document.createElement("select");
-  [["all", ""], ...pairs].forEach((pair) => select.add(new Option(...pair)));
-  return select;
-}
+const newSelect = (pairs) => made("select", {}, ...[["all", ""], ...pairs].map((pair) => new Option(...pair)));
 const byText = ([a], [b]) => a.localeCompare(b, "en", { numeric: true });
 function field(form, label, control, name = label) {
   control.dataset.by = name;
-  const element = document.createElement("label");
-  element.append(`${label} `, control);
-  one(`${form} button`).before(element);
+  one(`${form} button`).before(made("label", {}, `${label} `, control));
 }
 function choose(reason) {
   filters.forEach((select, name) => { select.value = name === "reason" ? reason : ""; });
@@ -177,36 +176,21 @@ async function paint() {
   const mine = ++painted;
   const { first, last, above, below } = inSight();
   const rows = (await source.rows(first, last)).map(([number, ...values], at) => {
-    const row = document.createElement("tr");
-    values.forEach((value, place) => {
-      const cell = document.createElement(place ? "td" : "th");
-      const text = shownText(value);
-      if (place) Object.assign(cell, { textContent: begun(text), title: value ?? text });
-      else {
-        const button = document.createElement("button");
-        button.type = "button";
-        button.textContent = button.title = text;
-        button.dataset.row = number;
-        button.dataset.at = first + at;
-        cell.scope = "row";
-        cell.append(button);
-      }
-      if (columns[place].texts) cell.className = "text";
-      row.append(cell);
+    const cells = values.map((value, place) => {
+      const text = shownText(value), className = columns[place].texts ? "text" : "";
+      if (place) return made("td", { textContent: begun(text), title: value ?? text, className });
+      const button = made("button", { type: "button", textContent: text, title: text });
+      Object.assign(button.dataset, { row: number, at: first + at });
+      return made("th", { scope: "row", className }, button);
     });
-    return row;
+    return made("tr", {}, ...cells);
   });
   if (mine === painted) one("#rows-table tbody").replaceChildren(gap(above), ...rows, gap(below));
 }
 function gap(height) {
-  const row = document.createElement("tr");
-  const cell = row.appendChild(document.createElement("td"));
-  cell.className = "gap";
-  cell.colSpan = columns.length;
+  const cell = made("td", { className: "gap", colSpan: columns.length });
   cell.style.height = `${height}px`;
-  row.hidden = height < 1;
-  row.setAttribute("aria-hidden", "true");
-  return row;
+  return made("tr", { hidden: height < 1, ariaHidden: "true" }, cell);
 }
 async function select() {
   const mine = ++asked;
@@ -223,10 +207,10 @@ function test(name, ...tests) {
   query.tests[name] = tests;
   select();
 }
-// The table by a column, upwards or downwards.
+// Upwards or downwards by a column.
 function sortRows(at, way) {
   query.sorted = [at, way];
-  all("#rows-table thead th").forEach((each, place) => each.setAttribute("aria-sort", place !== at ? "none" : way > 0 ? "ascending" : "descending"));
+  showSorted(all("#rows-table thead th")[at], way);
   select();
 }
 // By names of filters their choices; one that is no menu, as of many classes, is searched for; by a column of null it is
@@ -251,24 +235,16 @@ if (count) {
   box.hidden = false;
   one("#no-rows").hidden = true;
   columns.forEach((column, at) => {
-    const heading = document.createElement("th");
-    heading.scope = "col";
-    heading.setAttribute("aria-sort", "none");
-    if (column.texts) heading.className = "text";
-    const button = heading.appendChild(document.createElement("button"));
-    button.type = "button";
-    button.textContent = column.name;
+    const button = made("button", { type: "button", textContent: column.name });
     on(button, "click", () => sortRows(at, query.sorted[0] === at ? -query.sorted[1] : column.texts ? 1 : -1));
-    one("#rows-table thead tr").append(heading);
+    one("#rows-table thead tr").append(made("th", { scope: "col", ariaSort: "none", className: column.texts ? "text" : "" }, button));
     if (column.choice) {
       const control = newSelect(column.texts.map((text, place) => [begun(text), place]).sort(byText));
       on(control, "change", () => test(at, ...(control.value === "" ? [] : [[at, Number(control.value), Number(control.value)]])));
       field("#row-filters", column.name, control);
     } else if (!column.texts && !column.plain) {
       ["from", "to"].forEach((end, sign) => {
-        const control = document.createElement("input");
-        control.type = "number";
-        control.step = "any";
+        const control = made("input", { type: "number", step: "any" });
         on(control, "input", () => {
           const bound = Number(control.value);
           test(`${at} ${end}`, ...(control.value === "" ? [] : [[at, sign ? null : bound, sign ? bound : null]]));
@@ -329,17 +305,10 @@ function openCard(card, id = idOf(card)) {
   place = -1;
   return show(id, card && rowOf(card));
 }
-const paragraph = (text) => Object.assign(document.createElement("p"), { className: "note", textContent: text });
+const paragraph = (text) => made("p", { className: "note" }, text);
 function ofRow(values) {
-  const card = document.createElement("article");
-  card.className = "card";
-  card.append(paragraph(large.dataset.row));
-  const list = card.appendChild(document.createElement("dl"));
-  columns.forEach((column, at) => {
-    list.append(Object.assign(document.createElement("dt"), { textContent: column.name }));
-    list.append(Object.assign(document.createElement("dd"), { textContent: shownText(values[at]) }));
-  });
-  return card;
+  const pairs = columns.flatMap(({ name }, at) => [made("dt", {}, name), made("dd", {}, shownText(values[at]))]);
+  return made("article", { className: "card" }, paragraph(large.dataset.row), made("dl", {}, ...pairs));
 }
 async function step(by) {
   if (one(by < 0 ? "#previous" : "#next").ariaDisabled === "true") return;
@@ -419,6 +388,9 @@ on(matrix, "keydown", (event) => {
 });
 
 // Tables: by numbers or by texts, what has no value last.
+function showSorted(heading, way) {
+  all("th", heading.parentElement).forEach((each) => { each.ariaSort = each !== heading ? "none" : way > 0 ? "ascending" : "descending"; });
+}
 function compare(a, b) {
   if (a === "" || b === "") return 0;
   return isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", { numeric: true }) : a - b;
@@ -426,8 +398,7 @@ function compare(a, b) {
 all(".sort").forEach((button) => on(button, "click", () => {
   const heading = button.closest("th");
   const way = heading.getAttribute("aria-sort") === "descending" ? 1 : -1;
-  all("th", heading.parentElement).forEach((each) => each.setAttribute("aria-sort", "none"));
-  heading.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
+  showSorted(heading, way);
   const body = heading.closest("table").tBodies[0];
   const key = (row) => row.cells[heading.cellIndex].dataset.v;
   [...body.rows].sort((a, b) => (key(a) === "") - (key(b) === "") || way * compare(key(a), key(b)))
