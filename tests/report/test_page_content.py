@@ -363,9 +363,14 @@ def test_a_page_names_no_folder_of_the_machine(runs: tuple[Path, Path]) -> None:
     task = NamedTask(COUNT)
     task.show = lambda row: (_ for _ in ()).throw(OSError("/data/raw/a b.png: no such file"))  # type: ignore[method-assign]
     notes = ["read from '/home/me/val/x.csv' and https://host/a/b", "top/bottom 3/4"]
+    notes += ["weights …ome/me/a.pt -> …me/b.pt"]  # as of options that are cut
     command = f"dualeval run --data {runs[1]}/data.csv --out ~/runs/b"
     found = page_of(runs[1], task, against=[runs[0]], command=command, notes=notes)
-    assert found.warnings[-2:] == ["read from '…/x.csv' and https://host/a/b", "top/bottom 3/4"]
+    assert found.warnings[-3:] == [
+        "read from '…/x.csv' and https://host/a/b",
+        "top/bottom 3/4",
+        "weights …/a.pt -> …/b.pt",
+    ]
     assert dict(found.provenance)["command to reproduce"] == "dualeval run --data …/data.csv --out ~/runs/b"
     assert not {"folder", "job file"} & {*dict(found.provenance)}
     assert {card.shown[0].text for card in found.samples} == {"OSError: …/a b.png: no such file"}

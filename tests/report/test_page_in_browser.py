@@ -403,6 +403,12 @@ def test_menus_without_a_choice_are_not_there(browser: Any, tmp_path: Path) -> N
     visit = Visit(browser, tmp_path / "page.html")
     shown = visit.page.locator("#filters select:visible").all()
     assert [each.get_attribute("data-by") for each in shown] == ["reason", "facet scanner", f"facet {MARKUP}"]
+    visit.sees("#filters button").to_be_visible()
+    visit.end()
+    (tmp_path / "page.html").write_text(render(content(samples=[replace(samples[0], facets={})])), "utf-8")
+    visit = Visit(browser, tmp_path / "page.html")
+    visit.sees("#found").to_be_visible()
+    visit.sees("#filters :is(select, button):visible").to_have_count(0)
     visit.end()
 
 

@@ -12,8 +12,9 @@ from dualeval.comparison.worst import PREDICTION, TARGET
 from dualeval.report.page.content import PageContent, SampleShown
 from dualeval.report.page.things import Shown
 
-# In a sentence or a command, what an absolute path begins with; in a URL nothing is one, nor behind a word.
-_FOLDERS = re.compile(r"""(?<![^\s'"`=(\[<,;:])/(?:[^\s/'"]+/)+""")
+# In a sentence or a command, what an absolute path begins with, also where its beginning was cut off; in a
+# URL nothing is one, nor behind a word.
+_FOLDERS = re.compile(r"""(?<![^\s'"`=(\[<,;:])/(?:[^\s/'"]+/)+|…[^\s/'"]*/(?:[^\s/'"]+/)*""")
 # Between the values of a group by several columns.
 _BETWEEN = " * "
 

@@ -66,7 +66,10 @@ on(one("#filters"), "change", () => { most = STEP; filter(); });
 on(one("#filters"), "reset", (event) => { event.preventDefault(); choose(""); });
 on(one("#more"), "click", () => { most += STEP; filter(); });
 all(".go").forEach((button) => on(button, "click", () => choose(button.dataset.reason)));
-if (cards.length) filter();
+if (cards.length) {
+  one("#filters button").hidden = !filters.size;
+  filter();
+}
 
 // All samples: a table of which only the rows in sight are there. Its rows are in the page, or a server has them.
 const { columns, of, served, gaps } = JSON.parse(one("#rows-data").textContent);
