@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.worst import CONFIDENCE, PREDICTION, TARGET, JudgedRows
-from dualeval.metrics.segmentation import COUNTS
 
 if TYPE_CHECKING:
     from dualeval.comparison.compared import Comparison
@@ -22,8 +21,8 @@ MOST = 100_000
 _BYTES = 4_500_000
 # Of a column with more different texts one is searched for, not chosen.
 _CHOICES = 300
-# Of masks with more classes the table has no column for each.
-_MASK_CLASSES = 25
+# Of masks by class, pixels: right, of the target, predicted. Of more classes the table has no columns.
+_MASK_COUNTS, _MASK_CLASSES = ("intersection", "target_pixels", "predicted_pixels"), 25
 # Behind it a class is named.
 WRONG_PIXELS = "wrong pixels of "
 # Of a text, where a page has no room for all of it, or one answer of a server.
@@ -161,9 +160,9 @@ def _wrong_pixels(rows: JudgedRows) -> Iterator[Column]:
     """Of masks by class: how many pixels are of it or predicted as it, and not both."""
     import pyarrow.compute
 
-    if not {*COUNTS} <= {*rows.rows.names} - {*rows.data_names}:
+    if not {*_MASK_COUNTS} <= {*rows.rows.names} - {*rows.data_names}:
         return
-    counts = [rows.rows.whole(name) for name in COUNTS]
+    counts = [rows.rows.whole(name) for name in _MASK_COUNTS]
     [classes, *others] = {getattr(each.type, "list_size", 0) for each in counts}
     for number in range(classes if not others and classes <= _MASK_CLASSES else 0):
         right, target, predicted = (
