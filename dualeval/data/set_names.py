@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.parquet_file import opened_parquet
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 from dualeval.urls import url_of
@@ -184,6 +183,8 @@ def has_picture_column(path: Path) -> bool:
     if not path.exists() or not is_parquet_name(path.name):
         return is_pattern
     import pyarrow
+
+    from dualeval.data.parquet_file import opened_parquet
 
     try:
         with opened_parquet(path) as file:

@@ -30,7 +30,7 @@ from helper_beside_it import MODULUS
 class Mine(dualeval.Task):
     wants_workers = False
 
-    def __init__(self, size: int = 96, threshold: float = 0.5, kill_at: int = -1):
+    def __init__(self, size: int = 2000, threshold: float = 0.5, kill_at: int = -1):
         self.size, self.threshold, self.kill_at = size, threshold, kill_at
 
     def dataset(self):
@@ -88,21 +88,21 @@ def alone(home: Path, launch: Launch) -> dict[str, Any]:
 
 
 def test_options_are_in_the_result(alone: dict[str, Any]) -> None:
-    assert alone["samples"]["evaluated"] == 96
+    assert alone["samples"]["evaluated"] == 2000
     job = alone["job"]
-    assert (job["task"], job["size"], job["threshold"], job["kill_at"]) == ("tasks/mine.py:Mine", 96, 0.4, -1)
+    assert (job["task"], job["size"], job["threshold"], job["kill_at"]) == ("tasks/mine.py:Mine", 2000, 0.4, -1)
     assert set(alone["metrics"]) == {"right", "output"}
 
 
 def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
     home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path
 ) -> None:
-    words = ["--batch-size", "8", "-T", "threshold=0.4", "-T", "kill_at=60", "--out", "out"]
+    words = ["--batch-size", "8", "-T", "threshold=0.4", "-T", "kill_at=1000", "--out", "out"]
     (tmp_path / "kill").touch()
     done = launch([*RUN, "--task", home / "tasks/mine.py:Mine", *words], cwd=tmp_path, timeout=120)
     assert done.returncode == 75, done.stderr
     (tmp_path / "kill").unlink()
-    (tmp_path / "job.toml").write_text(f'task = "{home}/tasks/mine.py:Mine"\nthreshold = 0.4\nkill-at = 60\n')
+    (tmp_path / "job.toml").write_text(f'task = "{home}/tasks/mine.py:Mine"\nthreshold = 0.4\nkill-at = 1000\n')
     words = ["--config", "job.toml", "--batch-size", "8", "--out", "out"]
     done = launch([*RUN, *words, "--nproc", "2"], cwd=tmp_path, timeout=120)
     found = result(done, tmp_path / "out")
