@@ -99,7 +99,7 @@ def test_a_signal_to_the_launcher_ends_all(
         assert process.returncode != 0
 
 
-@ways(NPROC, MPIRUN, long=[GLOO])
+@ways(NPROC, long=[MPIRUN, GLOO])
 def test_a_killed_rank_ends_all(way: str, launch: Launch, tmp_path: Path) -> None:
     command, variables = start_slowly(way, tmp_path)
     with launch.started(command, variables=variables) as process:

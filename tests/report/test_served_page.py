@@ -32,6 +32,8 @@ from tests.report.test_page_in_browser import Visit, browser, cells
 
 __all__ = ["browser", "runs"]  # fixtures
 RUN = ("dualeval", "run", "--limit", "300", "--no-progress")
+# One server for all.
+pytestmark = pytest.mark.xdist_group("browser")
 
 
 @contextmanager
@@ -201,7 +203,6 @@ def test_a_run_that_has_changed_or_gone_is_named(runs: tuple[Path, Path], tmp_pa
 
 
 @pytest.mark.needs("browser")
-@pytest.mark.xdist_group("browser")
 def test_the_table_in_a_browser_has_all_rows(browser: Any, address: str) -> None:
     visit = Visit(browser, address)
     page = visit.page
@@ -253,7 +254,6 @@ def test_the_table_in_a_browser_has_all_rows(browser: Any, address: str) -> None
 
 
 @pytest.mark.needs("browser")
-@pytest.mark.xdist_group("browser")
 def test_a_table_higher_than_a_browser_draws_has_its_last_row(browser: Any, tmp_path: Path) -> None:
     from dualeval.report.page.html import render
     from tests.report.pages import content

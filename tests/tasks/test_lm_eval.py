@@ -37,6 +37,9 @@ from tests.vehicles.harness_tasks import (
 )
 from tests.vehicles.harness_tasks import rows as harness_rows
 
+# The harness takes each process seconds to import.
+pytestmark = pytest.mark.xdist_group("harness")
+
 Made = dict[str, Path]
 DRAWS = 100
 

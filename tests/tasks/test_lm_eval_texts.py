@@ -21,6 +21,7 @@ from tests.vehicles.causal_models import write_lines
 from tests.vehicles.harness_tasks import save_model, write_tasks
 
 SAID = "bq</>,7 k\n9"
+pytestmark = pytest.mark.xdist_group("harness")
 _YAML = """
 task: said
 dataset_path: json

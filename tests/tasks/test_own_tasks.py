@@ -90,7 +90,12 @@ def alone(home: Path, launch: Launch) -> dict[str, Any]:
 def test_options_are_in_the_result(alone: dict[str, Any]) -> None:
     assert alone["samples"]["evaluated"] == 2000
     job = alone["job"]
-    assert (job["task"], job["size"], job["threshold"], job["kill_at"]) == ("tasks/mine.py:Mine", 2000, 0.4, -1)
+    assert (job["task"], job["size"], job["threshold"], job["kill_at"]) == (
+        "tasks/mine.py:Mine",
+        2000,
+        0.4,
+        -1,
+    )
     assert set(alone["metrics"]) == {"right", "output"}
 
 
@@ -102,7 +107,9 @@ def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
     done = launch([*RUN, "--task", home / "tasks/mine.py:Mine", *words], cwd=tmp_path, timeout=120)
     assert done.returncode == 75, done.stderr
     (tmp_path / "kill").unlink()
-    (tmp_path / "job.toml").write_text(f'task = "{home}/tasks/mine.py:Mine"\nthreshold = 0.4\nkill-at = 1000\n')
+    (tmp_path / "job.toml").write_text(
+        f'task = "{home}/tasks/mine.py:Mine"\nthreshold = 0.4\nkill-at = 1000\n'
+    )
     words = ["--config", "job.toml", "--batch-size", "8", "--out", "out"]
     done = launch([*RUN, *words, "--nproc", "2"], cwd=tmp_path, timeout=120)
     found = result(done, tmp_path / "out")

@@ -384,6 +384,7 @@ def held(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
 
 
+@pytest.mark.long
 def test_a_second_watcher_goes_on_with_a_killed_ones_checkpoint(launch: Launch, pictures: Path) -> None:
     """The killed one's checkpoint is gone on with by the other, and nothing is evaluated twice."""
     variables = held(pictures)

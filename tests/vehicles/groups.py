@@ -1,4 +1,4 @@
-"""Which tests one worker of ``pytest -n 2 --dist loadgroup`` runs, one after the other.
+"""Which tests one worker of ``pytest -n 3 --dist loadgroup`` runs, one after the other.
 
 All others may run beside any other test, on another worker: what a test needs of the machine (a port, a
 folder, a host) is its own.
@@ -13,7 +13,7 @@ import pytest
 
 # Fixtures of a module or more that take seconds or a minute to make, by their names.
 MADE_ONCE = {"built", "cluster", "digest", "embedded", "evaluate", "wanted", "written"}
-MADE_ONCE |= {"of_two_ranks", "run_of_images"}
+MADE_ONCE |= {"of_ends", "of_two_ranks", "run_of_images"}
 
 
 def mark(items: Sequence[pytest.Item]) -> None:

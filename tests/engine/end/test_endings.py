@@ -215,7 +215,8 @@ def test_a_rank_that_is_killed_as_it_stops_is_what_the_run_has_come_to(
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_was_suspended_goes_on(launch: Launch, out: Path, wanted: str, ranks: int) -> None:
     """For longer than the timeout, with all its processes, as by Ctrl-Z; one that is alone by itself, too."""
     command = [*RUN, *([] if ranks == 1 else ["--nproc", "2"]), "--heartbeat-timeout", "3"]
