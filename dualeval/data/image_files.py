@@ -62,7 +62,11 @@ class FileNames:
 
     def append(self, name: str) -> None:
         """Add a name behind the others."""
-        self._grow(os.fsencode(name))
+        self.append_stored(os.fsencode(name))
+
+    def append_stored(self, name: bytes) -> None:
+        """The same of a name as the file system has it."""
+        self._grow(name)
         self._ends.append(len(self._bytes))
 
     def _grow(self, stored: bytes) -> None:
@@ -113,8 +117,7 @@ class FileNames:
         """Some of the names, in this order."""
         names = FileNames()
         for index in np.asarray(indices, np.int64).tolist():
-            names._grow(self.stored(index))
-            names._ends.append(len(names._bytes))
+            names.append_stored(self.stored(index))
         return names
 
 

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -26,6 +26,8 @@ from dualeval.urls import command_on
 # The parts of a sample that say its class, its text, and more of it.
 CLASS, TEXT, JSON = ".cls", ".txt", ".json"
 _BLOCK = 512
+# Of these it is known whether they are hidden: pictures of a class mostly are in one.
+_FOLDERS = 4096
 # Read at once: a header, a small member behind it, and the next header.
 _AHEAD = 4096
 _AHEAD_IN_STORE = 1 << 20
@@ -36,6 +38,7 @@ _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bu
 # Types of members: files, and those whose data say more of the next one.
 _FILES, _LINKS, _LONG_NAME, _LONG_LINK, _SPARSE = b"0\0007", b"12", b"L", b"K", b"S"
 _PAX = b"xXg"
+_OF_THE_NEXT = _PAX + _LONG_NAME + _LONG_LINK
 _LINKED = "Pack the file itself: tar --dereference --hard-dereference -cf NEW.tar FOLDER"
 
 
@@ -125,7 +128,7 @@ class TarReader:
                 break
             try:
                 kind, data, size = header[156:157], position + _BLOCK, _size(header)
-                if kind not in _PAX + _LONG_NAME + _LONG_LINK:
+                if said and kind not in _OF_THE_NEXT:
                     size = int(said.get(b"size", size))
                 if data + size > length:
                     raise self._torn(length)
@@ -138,10 +141,10 @@ class TarReader:
             position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
             if kind == _LONG_NAME:
                 said[b"path"] = self.read(data, size).rstrip(b"\0")
-            elif kind not in _PAX + _LONG_LINK:
-                said = {**everywhere, **said}
+            elif kind not in _OF_THE_NEXT:
+                said = {**everywhere, **said} if everywhere else said
                 name = said.get(b"path") or _name(header)
-                if kind == _SPARSE or any(key.startswith(b"GNU.sparse") for key in said):
+                if kind == _SPARSE or (said and any(key.startswith(b"GNU.sparse") for key in said)):
                     raise self.refused(name, "is sparse", "Pack it anew, without tar's option --sparse")
                 if kind in _LINKS:
                     raise self.refused(name, "is a link", _LINKED)
@@ -163,14 +166,10 @@ class TarReader:
         Files that are hidden or in folders of systems, and those without a suffix, are passed over.
         """
         key, parts = b"", dict[str, Member]()
-        folder, hidden = b"", False
         for member in self.members():
             name = member[0]
             dot = name.find(b".", base := name.rfind(b"/") + 1)
-            if name[:base] != folder:
-                folder = name[:base]
-                hidden = any(each.strip(".") and is_hidden(each) for each in os.fsdecode(folder).split("/"))
-            if hidden or dot <= base:
+            if dot <= base or _is_hidden(name[:base]):
                 self.passed_over += 1
                 continue
             if name[:dot] != key and parts:
@@ -189,14 +188,14 @@ class TarReader:
         It is beside no other picture, or beside a file of its own name and one of the suffixes ``others``.
         """
         pictures = [suffix for suffix in parts if suffix in EXTENSIONS]
-        for suffix, (name, *_) in parts.items():
-            stem, _, form = suffix.rpartition(".")
-            if not stem or f".{form}" not in EXTENSIONS:
+        for suffix in parts:
+            if (end := suffix.rfind(".")) <= 0 or suffix[end:] not in EXTENSIONS:
                 continue
+            stem, form = suffix[:end], suffix[end + 1 :]
             if not pictures or any(stem + each in parts and stem + each != suffix for each in others):
                 base = key.rpartition("/")[2]
                 raise self.refused(
-                    name,
+                    parts[suffix][0],
                     f"is no picture of a sample: it is of the key {key!r}, which ends at the first dot of a "
                     "file's name",
                     "Rename it and what belongs to it before packing, such as "
@@ -260,6 +259,11 @@ class TarReader:
     def refused(self, name: bytes, fault: str, mend: str) -> UsageError:
         """The error of a member."""
         return UsageError(f"{self._path}: the member {os.fsdecode(name)!r} {fault}. {mend}.")
+
+
+@lru_cache(_FOLDERS)
+def _is_hidden(folders: bytes) -> bool:
+    return any(each.strip(".") and is_hidden(each) for each in os.fsdecode(folders).split("/"))
 
 
 def _size(header: bytes) -> int:

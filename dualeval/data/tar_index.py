@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +129,7 @@ def _indexed(path: Path, cache: IndexCache, files: int, choose: Choose, further:
             for column, each in zip(columns.values(), rest, strict=True):
                 column.append(each)
             codes.append(places.setdefault((type(value), value), len(places)))
-            names.append(os.fsdecode(members[0][0]))
+            names.append_stored(members[0][0])
             keys.append(key)
             for (name, offset, size), its_offsets, its_lengths in zip(members, offsets, lengths, strict=True):
                 if size > _LARGEST:
