@@ -89,6 +89,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         on_cards=(on_cards := Counter(reason for card in cards for reason in card["of"].reasons)),
         marks=marks_of(content.colours, cards),
         steps=steps_of(cards),
+        cells_lead=_of_samples(content),
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
         script=Markup(script),
@@ -252,6 +253,11 @@ def _compared(row: Mapping[str, Any], run: str) -> list[Any]:
     return [row["name"], *cells, _cell(row["p"], p_text(row["p"])), verdict]
 
 
+def _of_samples(content: PageContent) -> bool:
+    """Whether the matrix counts samples, which the table of all has: that of boxes or pixels does not."""
+    return _rows_with(content, target="", prediction="") is not None
+
+
 def _confusions(content: PageContent) -> list[dict[str, Any]]:
     """What is mixed up most often; the matrix is the template's."""
     support: Counter[int] = Counter()
@@ -267,7 +273,7 @@ def _confusions(content: PageContent) -> list[dict[str, Any]]:
         )
         for target, guess, count in wrong[:_PAIRS]
     ]
-    columns = ("target", "predicted", "samples", "share of target")
+    columns = ("target", "predicted", "samples" if _of_samples(content) else "count", "share of row")
     folds = len(content.confusion_names) <= _MOST_CLASSES
     return [{"tables": [_table("The most frequent confusions", columns, rows, folds=folds)]}]
 

@@ -223,7 +223,12 @@ function chooseRows(wanted) {
   one("#row-filters").reset();
   Object.entries(wanted).forEach(([name, text]) => {
     const at = columns.findIndex((column) => column.name === name);
-    if (text === null) { sortRows(at, -1); return; }
+    if (text === null) {
+      sortRows(at, -1);
+      const [first, heading] = [0, at].map((each) => all("#rows-table thead th")[each]);
+      box.scrollLeft = heading.offsetLeft - first.offsetWidth;
+      return;
+    }
     const control = all("#row-filters select").find((each) => each.dataset.by === name);
     const place = columns[at]?.texts?.indexOf(text) ?? text;
     if (!control || place < 0) { words.push(text); return; }
@@ -372,7 +377,8 @@ const matrix = one("#matrix");
 on(one("#zoom"), "input", (event) => matrix.style.setProperty("--cell", `${event.target.value}rem`));
 on(matrix, "click", (event) => {
   const cell = event.target.closest("tbody td");
-  if (!cell?.textContent || !count) return;
+  // A matrix of boxes or pixels counts no samples, and its table has no predictions.
+  if (!cell?.textContent || !count || columns.every(({ name }) => name !== "prediction")) return;
   const prediction = all("#matrix thead th")[cell.cellIndex - 1].textContent;
   chooseRows({ target: cell.parentElement.cells[0].textContent, prediction });
 });
