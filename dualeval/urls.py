@@ -21,7 +21,7 @@ SCHEMES: dict[str, str] = {"s3": "arrow", "gs": "arrow", "az": "arrow", "https":
 _OF_STORE = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?=[^/])")
 # Parts of a path that mean nothing on a disk.
 _LEFT_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
-_OWN_HOSTS = ("127.0.0.1", "::1", "localhost")
+_OF_THIS_MACHINE = re.compile(r"(?:127\.0\.0\.1|\[::1\]|localhost)(?::\d*)?", re.IGNORECASE)
 
 
 def url_of(value: object) -> str | None:
@@ -40,7 +40,8 @@ def without_secrets(url: str) -> str:
 def is_safe(url: str) -> bool:
     """Whether nobody on the way can change what an address of the web gives."""
     parts = urlsplit(url)
-    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _OWN_HOSTS)
+    host = parts.netloc.rpartition("@")[2]
+    return parts.scheme == "https" or (parts.scheme == "http" and bool(_OF_THIS_MACHINE.fullmatch(host)))
 
 
 def is_plain(path: str) -> bool:

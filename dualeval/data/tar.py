@@ -38,6 +38,8 @@ _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bu
 # Types of members: files, and those whose data say more of the next one.
 _FILES, _LINKS, _LONG_NAME, _LONG_LINK, _SPARSE = b"0\0007", b"12", b"L", b"K", b"S"
 _PAX = b"xXg"
+# Devices, folders and pipes: none follow, whatever size they have.
+_WITHOUT_DATA = b"3456"
 _OF_THE_NEXT = _PAX + _LONG_NAME + _LONG_LINK
 _LINKED = "Pack the file itself: tar --dereference --hard-dereference -cf NEW.tar FOLDER"
 
@@ -130,6 +132,10 @@ class TarReader:
                 kind, data, size = header[156:157], position + _BLOCK, _size(header)
                 if said and kind not in _OF_THE_NEXT:
                     size = int(said.get(b"size", size))
+                if kind in _WITHOUT_DATA:
+                    size = 0
+                if size < 0:
+                    raise ValueError("a size below 0")
                 if data + size > length:
                     raise self._torn(length)
                 if kind in _PAX:

@@ -645,6 +645,12 @@ def test_addresses_survive_paths(url: str) -> None:
     assert path.absolute() == path == pickle.loads(pickle.dumps(path))  # noqa: S301 - of this test
 
 
+def test_names_that_begin_like_this_machine_are_others() -> None:
+    for host in ("[::1].evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80"):
+        with pytest.raises(UsageError, match="anyone on the way can change"):
+            check_url("--data", f"http://{host}/a.tar")
+
+
 def test_out_in_a_store_is_refused_with_what_to_do() -> None:
     with pytest.raises(UsageError, match=r"--out s3://bucket/run is a URL, and results"):
         dualeval.evaluate(model=torch.nn.Identity(), data=[(torch.ones(2), 1)], out="s3://bucket/run")

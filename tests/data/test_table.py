@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from dualeval.data.table import TableOptions, column_of, read_rows
+from dualeval.data.table import TableOptions, column_of, open_table, read_rows
 from dualeval.errors import UsageError
 
 # As GLUE has them: two rows begin and end with a quotation mark that belongs to the texts of both.
@@ -93,3 +95,16 @@ def test_semicolons_are_named_with_what_writes_commas(tmp_path: Path) -> None:
     subprocess.run([sys.executable, flag, code], cwd=tmp_path, check=True)
     new = tmp_path / "new.csv"
     assert read(new, new.read_bytes(), None) == [("good, film", "1")]
+
+
+@pytest.mark.parametrize("columns", [{"text": ["b"], "label": [1.0]}, {"text": ["b"]}])
+def test_a_parquet_file_that_is_replaced_before_its_rows_are_read_is_refused(
+    tmp_path: Path, columns: dict[str, list[object]]
+) -> None:
+    """The names of its classes, and what its columns hold, would be those of the one before."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "label": [1]}), path)
+    table = open_table(path, choose, {}, options=TableOptions())
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(UsageError, match=r"a\.parquet, after row 0, cannot be read: it has changed"):
+        list(table.rows)

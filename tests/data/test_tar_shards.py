@@ -134,6 +134,13 @@ def test_members_are_those_of_the_standard_library(tmp_path: Path, form: int) ->
     with TarReader(path) as reader:
         assert [*reader.members()] == wanted
 
+    # No data follow a folder, whatever size it has.
+    folder = tarfile.TarInfo("h")
+    folder.type, folder.size = tarfile.DIRTYPE, 4096
+    path.write_bytes(folder.tobuf(tarfile.USTAR_FORMAT) + path.read_bytes())
+    with TarReader(path) as reader:
+        assert [*reader.members()] == [(name, offset + 512, size) for name, offset, size in wanted]
+
 
 def test_a_pattern_a_folder_and_a_file_are_the_same_shards(tmp_path: Path) -> None:
     for number in range(12):
@@ -411,7 +418,8 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     path.write_bytes(content[: ends[2]] + b"\x07" * 512 + content[ends[2] + 512 :])
     assert f"{path} is damaged at byte {ends[2]:,}, where the header" in refused(path)
     info = tarfile.TarInfo("a.png")
-    for records in (b"0 path=b\n", b"x path=b\n", b"10 size=x\n"):
+    # With a size below 0 the next header would be looked for before this one, for ever.
+    for records in (b"0 path=b\n", b"x path=b\n", b"10 size=x\n", b"14 size=-1536\n"):
         info.size, info.type = len(records), tarfile.XHDTYPE
         header = info.tobuf(tarfile.USTAR_FORMAT) + records.ljust(512, b"\0")
         path.write_bytes(content[: ends[1]] + header + content[ends[1] :])

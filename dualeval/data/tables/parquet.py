@@ -49,7 +49,7 @@ def open_table(
         if types.is_nested(each.type) or each in pictures
     }
     further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
-    rows = _parquet_rows(path, (*columns, *further.names), pyarrow.ArrowException)
+    rows = _parquet_rows(path, schema, (*columns, *further.names), pyarrow.ArrowException)
     return Table(
         path=path,
         unit="row",
@@ -64,10 +64,14 @@ def _not_texts(column: Any, of_texts: str) -> str:
     return f" The column {column.name!r} holds {column.type}, expected texts{of_texts}"
 
 
-def _parquet_rows(path: Path, columns: Sequence[str], arrow_error: type[Exception]) -> Iterator[Row]:
+def _parquet_rows(
+    path: Path, schema: Any, columns: Sequence[str], arrow_error: type[Exception]
+) -> Iterator[Row]:
     number = 0
     try:
         with opened_parquet(path) as file:
+            if not file.schema_arrow.equals(schema, check_metadata=True):
+                raise OSError("it has changed meanwhile")
             # One thread: reading processes are forked later, and have none of a pool's.
             for batch in file.iter_batches(
                 _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
