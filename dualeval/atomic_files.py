@@ -10,13 +10,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dualeval.errors import UsageError
 from dualeval.urls import ON_A_DISK, refuse_url, url_of
-
-if TYPE_CHECKING:
-    pass
 
 _ABANDONED_AFTER_S = 60.0
 

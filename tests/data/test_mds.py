@@ -121,6 +121,12 @@ def test_torn_shards_are_refused(tmp_path: Path, pictures: Pictures, packed: boo
         shard.write_bytes(stored)
         change(at, zip_data={"basename": shard.name, "bytes": len(stored)} if packed else None)
         assert refused(at).startswith(is_not)
+    if packed:
+        stored = pyarrow.compress(plain, codec="zstd", asbytes=True)
+        shard.write_bytes(stored)
+        change(at, zip_data={"basename": shard.name, "bytes": len(stored)})
+        change(at, raw_data={"basename": shard.stem, "bytes": len(plain) + 1})
+        assert refused(at).startswith(f"{is_not}{len(plain):,} bytes unpacked, expected {len(plain) + 1:,})")
 
 
 def test_sizes_within_a_sample_are_checked(tmp_path: Path, pictures: Pictures) -> None:

@@ -139,6 +139,8 @@ def _places(data: npt.NDArray[np.uint8], shard: Mapping[str, Any]) -> npt.NDArra
     Raises ValueError or IndexError where the bytes are not those of such samples.
     """
     count, sizes = shard["samples"], shard["column_sizes"]
+    if len(data) != shard["raw_data"]["bytes"]:
+        raise ValueError(f"{len(data):,} bytes unpacked, expected {shard['raw_data']['bytes']:,}")
     begins = np.frombuffer(data[4 : 8 + 4 * count].tobytes(), _NUMBER).astype(np.int64)
     are_stored = np.array([size is None for size in sizes])
     heads = begins[:-1, None] + np.arange(4 * are_stored.sum())

@@ -118,9 +118,14 @@ def _level(value: float, steps: Sequence[float]) -> str:
     return f"{'d' if value < 0 else 'o'}{-(-LEVELS * level // len(steps))}"
 
 
+def _shown_on(cards: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The things of all samples, and of those of other runs beside them."""
+    return [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+
+
 def steps_of(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
     """What the colours of tokens mean: in words, and a class of CSS and a number for each."""
-    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+    things = _shown_on(cards)
     higher = [(_level(at, _DIFFERENCES), f"≥ +{at}") for at in _DIFFERENCES]
     lower = [(_level(-at, _DIFFERENCES), f"≤ −{at}") for at in reversed(_DIFFERENCES)]
     losses = [("o0", f"< {_LOSSES[0]}"), *((_level(at, _LOSSES), f"≥ {at}") for at in _LOSSES)]
@@ -154,7 +159,7 @@ def marks_of(
     colours: Mapping[str, str], cards: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str | None, bool]]:
     """What colours mean: name, colour and whether it is a layer, these first."""
-    things = [each for card in cards for of in (card, *card["others"]) for each in of["shown"]]
+    things = _shown_on(cards)
     layers = dict.fromkeys(name for each in things for name in each.get("layers", ()))
     places = {name: place for place, name in enumerate(colours)}
     others = [(name, colour, False) for name, colour in colours.items() if name not in layers]
